@@ -1,0 +1,3 @@
+"""Collectives with exact gradients for PyTorch."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""One file per adjoint pair."""

@@ -1,0 +1,1 @@
+"""Run code on real ranks and check its gradients."""
