@@ -1,3 +1,29 @@
 """Collectives with exact gradients for PyTorch."""
 
+from allgrad.collectives.all_gather import all_gather, reduce_scatter, sizes, split
+from allgrad.collectives.all_reduce import all_reduce, share
+from allgrad.collectives.all_to_all import all_to_all
+from allgrad.collectives.broadcast import broadcast, reduce
+from allgrad.collectives.gather import gather, scatter
+from allgrad.collectives.permute import permute, shift
+from allgrad.collectives.scan import scan
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "__version__",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "permute",
+    "reduce",
+    "reduce_scatter",
+    "scan",
+    "scatter",
+    "share",
+    "shift",
+    "sizes",
+    "split",
+]

@@ -1,0 +1,35 @@
+"""A collective as data: a linear map across ranks and its adjoint, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+__all__ = ["AdjointPair"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdjointPair:
+    """A linear map ``A`` from all ranks' inputs to all ranks' outputs, and ``A*``.
+
+    The two satisfy ``<A x, y> = <x, A* y>`` with inner products summed over ranks. That is all
+    there is to a derivative: backward runs the adjoint, backward of backward runs the map again,
+    forward mode runs the map on tangents.
+
+    Both take and give one plain tensor on every rank, leave their input as it was, and name
+    dimensions from the front, so that a batch dimension may be appended at the end.
+    """
+
+    name: str
+    adjoint_name: str
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor], Tensor]
+
+    @property
+    def adjoint(self) -> AdjointPair:
+        return AdjointPair(self.adjoint_name, self.name, self.backward, self.forward)

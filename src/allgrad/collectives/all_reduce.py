@@ -1,0 +1,105 @@
+"""all_reduce, its own adjoint; all_reduce of a value that counts once <-> share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from allgrad import reductions, wire
+from allgrad.adjoint_pair import AdjointPair
+from allgrad.collectives.all_gather import gather_pair, once_pair, reduce_pieces
+from allgrad.collectives.arguments import Grad, check_grad, check_tensor
+from allgrad.ragged import even, plain
+from allgrad.transforms import apply
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from allgrad.wire import Group, GroupLike
+
+__all__ = ["all_reduce", "share"]
+
+# Up to here every rank gets all pieces in one message and reduces them itself; above, each rank
+# reduces its share of the elements and the shares are gathered.
+_WHOLE_PIECES_UP_TO = 256 * 1024
+
+
+def all_reduce(
+    x: Tensor, op: reductions.Op = "sum", *, group: GroupLike = None, grad: Grad = "sum"
+) -> Tensor:
+    """Reduce over ranks, and give every rank the result.
+
+        rank 0   [ a ]         [ a+b+c ]
+        rank 1   [ b ]   --->  [ a+b+c ]
+        rank 2   [ c ]         [ a+b+c ]
+
+    Gradient of a sum: the sum over ranks. Each rank used the result in its own way, and each
+    rank's piece is in all of them. A ``mean`` divides by the number of ranks; ``min``, ``max``
+    (ties share equally), ``prod`` and ``logsumexp`` are differentiated as torch does it over the
+    stacked pieces.
+
+        rank 0   A+B+C         [ A ]
+        rank 1   A+B+C   <---  [ B ]
+        rank 2   A+B+C         [ C ]
+
+    ``grad="same"`` passes a rank its own gradient (A, B, C), for when every rank does the same
+    work with the result, so that the loss counts once.
+
+    Cost: one collective each way; two for a large ``min``, ``max``, ``prod`` or ``logsumexp``.
+    """
+    ranks = wire.resolve("all_reduce", group)
+    check_tensor("all_reduce", x)
+    check_grad("all_reduce", grad)
+    reduction = reductions.find("all_reduce", op, x.dtype)
+    stop = grad == "none"
+    if reduction.linear:
+        divided_by = 1 if reduction.name == "sum" else ranks.size
+        pair = _once_pair(ranks, divided_by) if grad == "same" else _sum_pair(ranks, divided_by)
+        return apply(pair, x, stop=stop)
+    make_pair = once_pair if grad == "same" else gather_pair
+    if x.nbytes * ranks.size <= _WHOLE_PIECES_UP_TO:
+        pair = make_pair(ranks, (1,) * ranks.size, 0)
+        return reduction.stacked(apply(pair, x.unsqueeze(0), stop=stop), 0)
+    cut = even(x.numel(), ranks.size)
+    own = reduce_pieces(ranks, reduction, x.reshape(-1), 0, cut)
+    return apply(make_pair(ranks, cut, 0), own, stop=stop).view(x.shape)
+
+
+def share(x: Tensor, *, group: GroupLike = None) -> Tensor:
+    """Pass a value that all ranks hold to work that differs by rank.
+
+        rank 0   [ v ]         [ v ]
+        rank 1   [ v ]   --->  [ v ]
+        rank 2   [ v ]         [ v ]
+
+    Gradient: the sum over ranks. Each rank used the one value in its own way.
+
+        rank 0   A+B+C         [ A ]
+        rank 1   A+B+C   <---  [ B ]
+        rank 2   A+B+C         [ C ]
+
+    Cost: nothing forward (the result is a view of ``x``), one collective backward.
+    """
+    ranks = wire.resolve("share", group)
+    check_tensor("share", x)
+    return apply(_once_pair(ranks, 1).adjoint, x)
+
+
+def _sum_pair(ranks: Group, divided_by: int) -> AdjointPair:
+    def reduce(x: Tensor) -> Tensor:
+        return _reduced(ranks, x, divided_by)
+
+    return AdjointPair("all_reduce", "all_reduce", reduce, reduce)
+
+
+def _once_pair(ranks: Group, divided_by: int) -> AdjointPair:
+    """all_reduce <-> share: terms on one side, on the other a sum that counts once."""
+
+    def hand_over(x: Tensor) -> Tensor:
+        return x.view_as(x) if divided_by == 1 else x / divided_by
+
+    return AdjointPair("all_reduce", "share", lambda x: _reduced(ranks, x, divided_by), hand_over)
+
+
+def _reduced(ranks: Group, x: Tensor, divided_by: int) -> Tensor:
+    out = wire.all_reduce(ranks, plain(x).view(-1)).view(x.shape)
+    return out if divided_by == 1 else out.div_(divided_by)

@@ -1,0 +1,130 @@
+"""permute and shift <-> the inverse permutation."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from allgrad import wire
+from allgrad.adjoint_pair import AdjointPair
+from allgrad.collectives.arguments import Sizes, check_rank, pieces
+from allgrad.errors import GroupError, InputError
+from allgrad.ragged import plain
+from allgrad.transforms import apply
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
+
+    from allgrad.wire import Group, GroupLike
+
+__all__ = ["permute", "permute_pair", "shift"]
+
+
+def permute(
+    x: Tensor,
+    pairs: Iterable[tuple[int, int]],
+    *,
+    dim: int = 0,
+    sizes: Sizes = None,
+    group: GroupLike = None,
+) -> Tensor:
+    """Send pieces from rank to rank, as ``(from, to)`` pairs say.
+
+        pairs = [(0, 1), (1, 2)]
+
+        rank 0   [ a a ]              [ 0 0 ]
+        rank 1   [ b ]       --->     [ a a ]
+        rank 2   [ c c c ]            [ b ]
+
+    A rank to which nobody sends gets zeros, as many as it held. No rank sends or receives twice.
+
+    Gradient: the pieces go back. What was sent nowhere has gradient zero.
+
+        rank 0   [ A A ]              [ - - ]
+        rank 1   [ B ]       <---     [ A A ]
+        rank 2   [ 0 0 0 ]            [ B ]
+
+    ``sizes`` are what each rank holds along ``dim``, as in ``all_gather``.
+
+    Cost: one collective each way, plus one size exchange unless ``sizes`` is given.
+    """
+    ranks = wire.resolve("permute", group)
+    to = _destinations("permute", ranks, pairs)
+    x, dim, found = pieces("permute", ranks, x, dim, sizes)
+    return apply(permute_pair(ranks, to, found, dim), x)
+
+
+def shift(
+    x: Tensor,
+    offset: int = 1,
+    *,
+    wrap: bool = True,
+    dim: int = 0,
+    sizes: Sizes = None,
+    group: GroupLike = None,
+) -> Tensor:
+    """Send the piece ``offset`` ranks on, around the end unless ``wrap=False``.
+
+        rank 0   [ a a ]              [ c c c ]
+        rank 1   [ b ]       --->     [ a a ]
+        rank 2   [ c c c ]            [ b ]
+
+    Gradient: the shift back. Without ``wrap`` the first ranks get zeros, as many as they held.
+
+        rank 0   [ A A ]              [ C C C ]
+        rank 1   [ B ]       <---     [ A A ]
+        rank 2   [ C C C ]            [ B ]
+
+    Cost: as ``permute``.
+    """
+    ranks = wire.resolve("shift", group)
+    if isinstance(offset, bool) or not isinstance(offset, int):
+        raise InputError(f"shift: offset={offset!r} is not a whole number.\nGive ranks to move on.")
+    landing = ((rank, rank + offset) for rank in range(ranks.size))
+    to = {a: b % ranks.size for a, b in landing if wrap or 0 <= b < ranks.size}
+    x, dim, found = pieces("permute", ranks, x, dim, sizes)
+    return apply(permute_pair(ranks, to, found, dim), x)
+
+
+def permute_pair(
+    ranks: Group, to: Mapping[int, int], sizes: tuple[int, ...], dim: int
+) -> AdjointPair:
+    """Pieces to where ``to`` says <-> pieces back."""
+    back = {b: a for a, b in to.items()}
+    landed = tuple(sizes[back.get(rank, rank)] for rank in range(ranks.size))
+
+    def move(x: Tensor, to: Mapping[int, int], back: Mapping[int, int], length: int) -> Tensor:
+        shape = [*x.shape[:dim], length, *x.shape[dim + 1 :]]
+        send, receive = [0] * ranks.size, [0] * ranks.size
+        if ranks.rank in to:
+            send[to[ranks.rank]] = x.numel()
+        if ranks.rank in back:
+            receive[back[ranks.rank]] = prod(shape)
+        sent = plain(x).view(-1) if ranks.rank in to else x.new_empty(0)
+        got = wire.all_to_all(ranks, sent, send, receive)
+        return got.view(shape) if ranks.rank in back else x.new_zeros(shape)
+
+    return AdjointPair(
+        "permute",
+        "permute",
+        lambda x: move(x, to, back, landed[ranks.rank]),
+        lambda x: move(x, back, to, sizes[ranks.rank]),
+    )
+
+
+def _destinations(op: str, ranks: Group, pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
+    to: dict[int, int] = {}
+    for entry in pairs:
+        if not isinstance(entry, (tuple, list)) or len(entry) != 2:
+            raise InputError(f"{op}: {entry!r} is not a (from, to) pair.\nGive pairs of ranks.")
+        a = check_rank(op, ranks, "from", entry[0])
+        b = check_rank(op, ranks, "to", entry[1])
+        if a in to or b in to.values():
+            twice = f"rank {a} sends" if a in to else f"rank {b} receives"
+            raise GroupError(
+                f"{op}: {twice} twice.\nGive each rank at most one to send to and one to hear from."
+            )
+        to[a] = b
+    return to

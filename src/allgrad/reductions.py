@@ -1,0 +1,110 @@
+"""One table of reductions: the name, the wire's name, and what each does to stacked pieces.
+
+``sum`` and ``mean`` are linear: the wire adds, and their derivative is an adjoint. The others are
+nonlinear: the pieces are brought together and torch itself reduces them, so that values (NaN
+included) and derivatives (ties, zeros) are torch's own, to any order and in every mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from allgrad.errors import ReductionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+__all__ = ["REDUCTIONS", "Op", "Reduction", "find"]
+
+Op = Literal["sum", "mean", "prod", "min", "max", "logsumexp"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How pieces from all ranks become one.
+
+    name: what callers say.        wire: what ``torch.distributed.ReduceOp`` calls it.
+    stacked: reduces dimension ``dim`` of pieces stacked there.
+    empty: the value over no pieces at all, for a dtype.
+    """
+
+    name: str
+    wire: str | None
+    stacked: Callable[[Tensor, int], Tensor]
+    empty: Callable[[torch.dtype], float | bool] | None
+    linear: bool = False
+
+    def check(self, op: str, dtype: torch.dtype) -> None:
+        """Raise where this reduction of this dtype has no exact meaning."""
+        if self.name in {"min", "max"} and dtype.is_complex:
+            raise ReductionError(
+                f"{op}: complex numbers have no order, so {self.name!r} of {_short(dtype)} is "
+                "undefined.\nReduce x.abs(), x.real or x.imag instead."
+            )
+        if self.name == "logsumexp" and dtype.is_complex:
+            raise ReductionError(
+                f"{op}: 'logsumexp' is taken of real numbers, not of {_short(dtype)}.\n"
+                "Reduce the real and imaginary parts as your formula needs them."
+            )
+        if self.name in {"mean", "logsumexp"} and not (dtype.is_floating_point or dtype.is_complex):
+            raise ReductionError(
+                f"{op}: {self.name!r} of {_short(dtype)} is not a whole number.\n"
+                "Call it on x.float() or x.double()."
+            )
+        if self.name in {"sum", "prod"} and dtype == torch.bool:
+            raise ReductionError(
+                f"{op}: {self.name!r} of bool does not fit in bool.\n"
+                "Use op='max' for any, op='min' for all, or x.int() to count."
+            )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _highest(dtype: torch.dtype) -> float | bool:
+    if dtype == torch.bool:
+        return True
+    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _lowest(dtype: torch.dtype) -> float | bool:
+    if dtype == torch.bool:
+        return False
+    return -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+REDUCTIONS: dict[str, Reduction] = {
+    r.name: r
+    for r in (
+        Reduction("sum", "SUM", lambda t, d: t.sum(d, dtype=t.dtype), lambda _: 0, linear=True),
+        Reduction("mean", "AVG", lambda t, d: t.mean(d), None, linear=True),
+        Reduction("prod", "PRODUCT", lambda t, d: t.prod(d, dtype=t.dtype), lambda _: 1),
+        Reduction("min", "MIN", lambda t, d: t.amin(d), _highest),
+        Reduction("max", "MAX", lambda t, d: t.amax(d), _lowest),
+        Reduction("logsumexp", None, lambda t, d: t.logsumexp(d), lambda _: -float("inf")),
+    )
+}
+
+_BY_WIRE_NAME = {r.wire: r for r in REDUCTIONS.values() if r.wire is not None}
+
+
+def find(op: str, reduction: object, dtype: torch.dtype) -> Reduction:
+    """Look up a reduction given by name or as a ``torch.distributed.ReduceOp``."""
+    found = REDUCTIONS.get(reduction) if isinstance(reduction, str) else None
+    if found is None and not isinstance(reduction, str):
+        kind = getattr(reduction, "op", reduction)  # ReduceOp wraps its kind in .op
+        found = _BY_WIRE_NAME.get(getattr(kind, "name", ""))
+    if found is None:
+        known = ", ".join(repr(name) for name in REDUCTIONS)
+        raise ReductionError(
+            f"{op}: there is no exact reduction {reduction!r}.\n"
+            f"Use one of {known}, or the ReduceOp of that meaning."
+        )
+    found.check(op, dtype)
+    return found

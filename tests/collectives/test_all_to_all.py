@@ -1,0 +1,64 @@
+"""all_to_all."""
+
+import pytest
+import reference
+import torch
+from exactness import check_exact, pieces, place
+from places import everywhere, on
+
+import allgrad as ag
+
+# send[a][b]: what rank a sends to rank b.
+SEND = ((1, 2, 0, 1), (2, 0, 1, 3), (0, 0, 0, 0), (1, 1, 2, 0))
+
+
+def exchange_exactly(group, dtype, how):
+    _, world = place(group)
+    send = [row[:world] for row in SEND[:world]]
+    rank, _ = place(group)
+    for dim in (0, 1, 2, -1, -3):
+        shapes = []
+        for row in send:
+            shape = [2, 3, 2]
+            shape[dim] = {"uneven": sum(row), "even": 5, "equal": 2 * world}[how]
+            shapes.append(shape)
+        sent = {"uneven": send[rank], "even": None, "equal": "equal"}[how]
+        for layout in ("contiguous", "transposed"):
+            check_exact(
+                lambda x, dim=dim: ag.all_to_all(x, dim, send_sizes=sent, group=group),
+                lambda xs, dim=dim: reference.all_to_all(
+                    xs, dim, send if how == "uneven" else None
+                ),
+                pieces(shapes, dtype),
+                group=group,
+                layout=layout,
+            )
+
+
+@everywhere
+@pytest.mark.parametrize("how", ["uneven", "even", "equal"])
+def test_all_to_all_is_exact(where, how):
+    on(where, exchange_exactly, torch.float64, how)
+
+
+def test_all_to_all_of_complex_is_exact():
+    on("3 ranks", exchange_exactly, torch.complex128, "uneven")
+
+
+@pytest.mark.ranks(3)
+def test_given_receive_sizes_are_used(rank, world):
+    send = [row[:world] for row in SEND[:world]]
+    check_exact(
+        lambda x: ag.all_to_all(x, send_sizes=send[rank], recv_sizes=[row[rank] for row in send]),
+        lambda xs: reference.all_to_all(xs, 0, send),
+        pieces([(sum(row), 2) for row in send]),
+    )
+
+
+@pytest.mark.ranks(1, 3)
+def test_one_number_goes_to_the_first_rank(world):
+    check_exact(
+        ag.all_to_all,
+        lambda xs: reference.all_to_all([x.reshape(1) for x in xs]),
+        pieces([()] * world),
+    )

@@ -1,0 +1,82 @@
+"""broadcast and reduce."""
+
+import pytest
+import reference
+import torch
+from exactness import check_exact, pieces, place, random
+from places import everywhere, on
+
+import allgrad as ag
+
+REDUCTIONS = ("sum", "mean", "prod", "min", "max", "logsumexp")
+SHAPES = ((2, 3), (), (0, 2))
+
+
+def broadcast_exactly(group, grad, dtype):
+    _, world = place(group)
+    for src in range(world):
+        for shape in SHAPES:
+            check_exact(
+                lambda x, src=src: ag.broadcast(x, src, group=group, grad=grad),
+                lambda xs, src=src: reference.broadcast(xs, src),
+                pieces([shape] * world, dtype),
+                group=group,
+                layout="transposed",
+                first="once" if grad == "same" else "each",
+            )
+
+
+@everywhere
+@pytest.mark.parametrize("grad", ["sum", "same"])
+def test_broadcast_is_exact(where, grad):
+    on(where, broadcast_exactly, grad, torch.float64)
+
+
+def reduce_exactly(group, op, dtype):
+    _, world = place(group)
+    for dst in range(world):
+        for shape in SHAPES:
+            check_exact(
+                lambda x, dst=dst: ag.reduce(x, dst, op, group=group),
+                lambda xs, dst=dst: reference.reduce(xs, dst, op),
+                pieces([shape] * world, dtype),
+                group=group,
+                layout="slice",
+            )
+
+
+@everywhere
+@pytest.mark.parametrize("op", REDUCTIONS)
+def test_reduce_is_exact(where, op):
+    on(where, reduce_exactly, op, torch.float64)
+
+
+@pytest.mark.ranks(3)
+def test_complex_numbers_are_exact():
+    broadcast_exactly(None, "sum", torch.complex128)
+    for op in ("sum", "mean", "prod"):
+        reduce_exactly(None, op, torch.complex128)
+
+
+@pytest.mark.ranks(3)
+def test_a_large_reduce_takes_another_way_and_stays_exact(world):
+    shape = (700_001,)
+    check_exact(
+        lambda x: ag.reduce(x, 1),
+        lambda xs: reference.reduce(xs, 1),
+        pieces([shape] * world),
+        gradient_layouts=(),
+    )
+
+
+@pytest.mark.ranks(3)
+def test_product_at_dst_with_two_zeros(world):
+    xs = [torch.tensor(r, dtype=torch.float64) for r in ([0.0, 1.0], [0.0, 0.0], [2.0, 3.0])]
+    check_exact(lambda x: ag.reduce(x, 2, "prod"), lambda xs: reference.reduce(xs, 2, "prod"), xs)
+
+
+@pytest.mark.ranks(3)
+def test_only_the_piece_of_src_is_read(rank):
+    x = random((2,), rank)
+    got = ag.broadcast(x if rank == 1 else torch.full_like(x, float("nan")), 1)
+    assert torch.equal(got, random((2,), 1))

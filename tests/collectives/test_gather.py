@@ -1,0 +1,115 @@
+"""gather and scatter."""
+
+import pytest
+import reference
+import torch
+from exactness import (
+    SIZES,
+    check_exact,
+    laid_out,
+    leaf,
+    pieces,
+    place,
+    ragged_shapes,
+    random,
+    same,
+)
+from places import everywhere, on
+
+import allgrad as ag
+
+
+def gather_exactly(group, kind, dtype):
+    _, world = place(group)
+    for dst in range(world):
+        for dim in (0, 1, 2, -1, -3):
+            check_exact(
+                lambda x, dst=dst, dim=dim: ag.gather(x, dst, dim, group=group),
+                lambda xs, dst=dst, dim=dim: reference.gather(xs, dst, dim),
+                pieces(ragged_shapes(world, kind, dim % 3), dtype),
+                group=group,
+                layout="transposed",
+            )
+
+
+@everywhere
+@pytest.mark.parametrize("kind", SIZES)
+def test_gather_is_exact(where, kind):
+    on(where, gather_exactly, kind, torch.float64)
+
+
+@pytest.mark.ranks(3)
+def test_gather_with_sizes_given_and_of_complex(world):
+    gather_exactly(None, "ragged", torch.complex128)
+    check_exact(
+        lambda x: ag.gather(x, 1, sizes=SIZES["ragged"][:3]),
+        lambda xs: reference.gather(xs, 1),
+        pieces(ragged_shapes(world, "ragged", 0)),
+    )
+
+
+@pytest.mark.ranks(1, 3)
+def test_numbers_become_a_vector_on_dst(world):
+    check_exact(
+        lambda x: ag.gather(x, world - 1),
+        lambda xs: reference.gather(xs, world - 1),
+        pieces([()] * world),
+    )
+
+
+def scatter_exactly(group, dtype):
+    """Off src an empty tensor stands for None, so that there too both derivatives have a way."""
+    _, world = place(group)
+    cuts = ((5, None), (2 * world, "equal"), (sum(SIZES["empty"][:world]), "list"))
+    for src in range(world):
+        for dim in (0, 1, 2, -1, -3):
+            for length, sizes in cuts:
+                shapes = [[2, 3, 2] for _ in range(world)]
+                for r in range(world):
+                    shapes[r][dim] = length if r == src else 0
+                cut = SIZES["empty"][:world] if sizes == "list" else None
+                check_exact(
+                    lambda x, s=cut or sizes, src=src, dim=dim: ag.scatter(
+                        x, src, dim, sizes=s, group=group
+                    ),
+                    lambda xs, src=src, dim=dim, cut=cut: reference.scatter(
+                        xs[src], world, dim, cut
+                    ),
+                    pieces(shapes, dtype),
+                    group=group,
+                    layout="transposed",
+                )
+
+
+@everywhere
+def test_scatter_is_exact(where):
+    on(where, scatter_exactly, torch.float64)
+
+
+@pytest.mark.ranks(3)
+def test_scatter_of_complex_is_exact():
+    scatter_exactly(None, torch.complex128)
+
+
+@pytest.mark.ranks(1, 3)
+def test_off_src_there_may_be_no_tensor(rank, world):
+    for dtype in (torch.float64, torch.float32, torch.int64, torch.bool):
+        whole = (random((3, 5), 3) * 2).to(dtype)
+        for dim in (0, 1):
+            y = ag.scatter(whole if rank == world - 1 else None, world - 1, dim)
+            want = reference.scatter(whole, world, dim)[rank]
+            assert y.dtype == dtype
+            assert y.requires_grad == dtype.is_floating_point
+            assert torch.equal(y, want)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("layout", ["transposed", "slice", "expanded"])
+def test_scatter_takes_gradients_of_any_strides(rank, world, layout):
+    whole = random((5, 3), 3)
+    x = leaf(whole) if rank == 1 else None
+    y = ag.scatter(x, 1)
+    upstream = [laid_out(random(p.shape, r), layout) for r, p in enumerate(whole.tensor_split(3))]
+    y.backward(upstream[rank])
+    if rank == 1:
+        same(x.grad, torch.cat(upstream), "the joined gradient")

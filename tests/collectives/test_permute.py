@@ -1,0 +1,65 @@
+"""permute and shift."""
+
+import pytest
+import reference
+import torch
+from exactness import SIZES, check_exact, pieces, place, ragged_shapes
+from places import everywhere, on
+
+import allgrad as ag
+
+PAIRS = {
+    "cycle": lambda world: [(r, (r + 1) % world) for r in range(world)],
+    "swap": lambda world: [(0, world - 1), (world - 1, 0)] if world > 1 else [(0, 0)],
+    "one way": lambda world: [(0, world - 1)],
+    "nobody": lambda _: [],
+}
+
+
+def permute_exactly(group, which, dtype):
+    _, world = place(group)
+    pairs = PAIRS[which](world)
+    for kind in SIZES:
+        for dim in (0, 1, -1):
+            check_exact(
+                lambda x, dim=dim: ag.permute(x, pairs, dim=dim, group=group),
+                lambda xs: reference.permute(xs, pairs),
+                pieces(ragged_shapes(world, kind, dim % 3), dtype),
+                group=group,
+                layout="transposed",
+            )
+
+
+@everywhere
+@pytest.mark.parametrize("which", PAIRS)
+def test_permute_is_exact(where, which):
+    on(where, permute_exactly, which, torch.float64)
+
+
+def shift_exactly(group):
+    _, world = place(group)
+    for offset in (1, -1, 2, 0, world + 1):
+        for wrap in (True, False):
+            check_exact(
+                lambda x, o=offset, w=wrap: ag.shift(x, o, wrap=w, group=group),
+                lambda xs, o=offset, w=wrap: reference.shift(xs, o, w),
+                pieces(ragged_shapes(world, "empty", 0)),
+                group=group,
+            )
+
+
+@everywhere
+def test_shift_is_exact(where):
+    on(where, shift_exactly)
+
+
+@pytest.mark.ranks(3)
+def test_numbers_complex_and_given_sizes(world):
+    permute_exactly(None, "cycle", torch.complex128)
+    check_exact(ag.shift, lambda xs: [x.reshape(1) for x in reference.shift(xs)], pieces([()] * 3))
+    check_exact(
+        lambda x: ag.shift(x, sizes=SIZES["ragged"][:3]),
+        reference.shift,
+        pieces(ragged_shapes(world, "ragged", 0)),
+    )
+    check_exact(lambda x: ag.shift(x, sizes="equal"), reference.shift, pieces([(2, 3)] * 3))

@@ -1,0 +1,66 @@
+"""scan."""
+
+import pytest
+import reference
+import torch
+from exactness import check_exact, pieces, place
+from places import everywhere, on
+
+import allgrad as ag
+
+REDUCTIONS = ("sum", "mean", "prod", "min", "max", "logsumexp")
+
+
+def scan_exactly(group, op, exclusive, dtype):
+    _, world = place(group)
+    for shape in ((2, 3), (), (0, 2)):
+        for layout in ("contiguous", "transposed"):
+            check_exact(
+                lambda x: ag.scan(x, op, exclusive=exclusive, group=group),
+                lambda xs: reference.scan(xs, op, exclusive),
+                pieces([shape] * world, dtype),
+                group=group,
+                layout=layout,
+                # sin of an infinite value is no number; those losses are checked below.
+            )
+
+
+@everywhere
+@pytest.mark.parametrize("op", REDUCTIONS)
+def test_scan_is_exact(where, op):
+    on(where, scan_exactly, op, False, torch.float64)
+
+
+@everywhere
+@pytest.mark.parametrize("op", ["sum", "prod"])
+def test_scan_of_those_before_is_exact(where, op):
+    on(where, scan_exactly, op, True, torch.float64)
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("op", ["min", "max", "logsumexp"])
+def test_first_rank_gets_the_reduction_of_nothing(rank, world, op):
+    xs = pieces([(3,)] * world)
+    leaves = [x.clone().requires_grad_() for x in xs]
+    wanted = reference.scan(leaves, op, exclusive=True)
+    x = xs[rank].clone().requires_grad_()
+    y = ag.scan(x, op, exclusive=True)
+    assert torch.equal(y.detach(), wanted[rank].detach())
+    w = torch.arange(1.0, 4.0, dtype=torch.float64) * (rank + 1)
+    y.backward(w)
+    weights = [torch.arange(1.0, 4.0, dtype=torch.float64) * (r + 1) for r in range(world)]
+    for want_y, weight in list(zip(wanted, weights, strict=True))[1:]:
+        want_y.backward(weight, retain_graph=True)
+    want = leaves[rank].grad
+    torch.testing.assert_close(x.grad, torch.zeros(3).double() if want is None else want)
+
+
+@pytest.mark.ranks(3)
+def test_complex_and_whole_numbers(rank):
+    scan_exactly(None, "sum", False, torch.complex128)
+    scan_exactly(None, "prod", True, torch.complex128)
+    x = torch.arange(3) + rank
+    assert ag.scan(x, "max", exclusive=True).tolist() == (
+        [torch.iinfo(torch.int64).min] * 3 if rank == 0 else [rank - 1, rank, rank + 1]
+    )
+    assert torch.equal(ag.scan(x), sum(torch.arange(3) + r for r in range(rank + 1)))
