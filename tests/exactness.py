@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+
 from places import process_group
 
 RTOL = 1e-12

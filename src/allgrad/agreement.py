@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from allgrad.wire import Group
 
-__all__ = ["MAX_DIMS", "Announcement", "describe", "exchange", "require_alike"]
+__all__ = ["DTYPES", "MAX_DIMS", "Announcement", "describe", "exchange", "require_alike"]
 
 VERSION = 1
 MAX_DIMS = 24
@@ -66,7 +66,7 @@ _ERRORS: tuple[type[InputError], ...] = (
     ReductionError,
     GroupError,
 )
-_DTYPES: tuple[torch.dtype, ...] = (
+DTYPES: tuple[torch.dtype, ...] = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.complex128, torch.complex64, torch.complex32),
     *(torch.int64, torch.int32, torch.int16, torch.int8),
@@ -93,7 +93,7 @@ class Announcement:
         return [
             VERSION,
             OPERATIONS.index(self.op),
-            -1 if self.dtype is None else _DTYPES.index(self.dtype),
+            -1 if self.dtype is None else DTYPES.index(self.dtype),
             len(self.shape),
             self.dim,
             count,
@@ -121,7 +121,7 @@ class Announcement:
         shape = tuple(words[_FIXED : _FIXED + max(0, ndim)])
         if (
             not 0 <= op < len(OPERATIONS)
-            or not -1 <= dtype < len(_DTYPES)
+            or not -1 <= dtype < len(DTYPES)
             or not 0 <= ndim <= MAX_DIMS
             or not 0 <= error <= len(_ERRORS)
             or not 0 <= length <= _TEXT_WORDS * 8
@@ -133,7 +133,7 @@ class Announcement:
         text = raw[:length].decode("utf-8", errors="replace")
         return Announcement(
             OPERATIONS[op],
-            None if dtype < 0 else _DTYPES[dtype],
+            None if dtype < 0 else DTYPES[dtype],
             shape,
             dim,
             count,
@@ -192,7 +192,7 @@ def _raise_problems(mine: Announcement, heard: Sequence[Announcement]) -> None:
 def describe(a: Announcement) -> str:
     """One rank's line in a table: its shape and dtype."""
     if a.dtype is None:
-        return "no tensor"
+        return f"{a.shape}" if a.shape else "no tensor"
     return f"{a.shape} {str(a.dtype).removeprefix('torch.')}"
 
 

@@ -1,10 +1,13 @@
 """all_gather, reduce_scatter, split and sizes."""
 
 import pytest
-import reference
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+import allgrad as ag
+import reference
+from allgrad.ragged import even
 from exactness import (
     SIZES,
     check_exact,
@@ -18,9 +21,6 @@ from exactness import (
     same,
 )
 from places import everywhere, on
-
-import allgrad as ag
-from allgrad.ragged import even
 
 DIMS = (0, 1, 2, -1, -3)
 REDUCTIONS = ("sum", "mean", "prod", "min", "max", "logsumexp")

@@ -1,14 +1,14 @@
 """all_reduce and share."""
 
 import pytest
-import reference
 import torch
 import torch.distributed as dist
-from exactness import check_exact, grads, leaf, loss, pieces, place, random, same
-from places import everywhere, on
 
 import allgrad as ag
+import reference
 from allgrad.collectives import all_reduce as module
+from exactness import check_exact, grads, leaf, loss, pieces, place, random, same
+from places import everywhere, on
 
 REDUCTIONS = ("sum", "mean", "prod", "min", "max", "logsumexp")
 SHAPES = ((2, 3), (), (0, 2), (5,))

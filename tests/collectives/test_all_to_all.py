@@ -1,12 +1,12 @@
 """all_to_all."""
 
 import pytest
-import reference
 import torch
-from exactness import check_exact, pieces, place
-from places import everywhere, on
 
 import allgrad as ag
+import reference
+from exactness import check_exact, pieces, place
+from places import everywhere, on
 
 # send[a][b]: what rank a sends to rank b.
 SEND = ((1, 2, 0, 1), (2, 0, 1, 3), (0, 0, 0, 0), (1, 1, 2, 0))

@@ -1,8 +1,10 @@
 """gather and scatter."""
 
 import pytest
-import reference
 import torch
+
+import allgrad as ag
+import reference
 from exactness import (
     SIZES,
     check_exact,
@@ -15,8 +17,6 @@ from exactness import (
     same,
 )
 from places import everywhere, on
-
-import allgrad as ag
 
 
 def gather_exactly(group, kind, dtype):

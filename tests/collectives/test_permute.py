@@ -1,12 +1,12 @@
 """permute and shift."""
 
 import pytest
-import reference
 import torch
-from exactness import SIZES, check_exact, pieces, place, ragged_shapes
-from places import everywhere, on
 
 import allgrad as ag
+import reference
+from exactness import SIZES, check_exact, pieces, place, ragged_shapes
+from places import everywhere, on
 
 PAIRS = {
     "cycle": lambda world: [(r, (r + 1) % world) for r in range(world)],

@@ -1,12 +1,12 @@
 """scan."""
 
 import pytest
-import reference
 import torch
-from exactness import check_exact, pieces, place
-from places import everywhere, on
 
 import allgrad as ag
+import reference
+from exactness import check_exact, pieces, place
+from places import everywhere, on
 
 REDUCTIONS = ("sum", "mean", "prod", "min", "max", "logsumexp")
 

@@ -55,6 +55,8 @@ def check_tensor(op: str, x: object) -> Tensor:
         raise TensorError(f"{op}: x is {kind}; only dense tensors travel.\nGive x.to_dense().")
     if x.is_quantized:
         raise TensorError(f"{op}: x is quantised.\nGive x.dequantize(), or its x.int_repr().")
+    if x.dtype not in agreement.DTYPES:
+        raise TensorError(f"{op}: no rank knows what {x.dtype} means.\nView x as another dtype.")
     if x.dim() > agreement.MAX_DIMS:
         raise TensorError(
             f"{op}: x has {x.dim()} dimensions.\nReshape it to at most {agreement.MAX_DIMS}."
@@ -193,7 +195,7 @@ def announce(
     shown = x if isinstance(x, Tensor) and x.dim() <= agreement.MAX_DIMS else None
     device = torch.get_default_device() if shown is None else shown.device
     shape = () if shown is None else tuple(shown.shape) or (1,)
-    dtype = None if shown is None else shown.dtype
+    dtype = shown.dtype if shown is not None and shown.dtype in agreement.DTYPES else None
     if isinstance(dim, InputError):
         mine = Announcement(op, dtype, shape, 0, problem=dim)
     else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from allgrad import reductions, wire
 from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.all_gather import gather_pair
@@ -61,8 +63,10 @@ def scan(
         return reduction.stacked(before, 0)
     assert reduction.empty is not None
     nothing = x.new_full(x.shape, reduction.empty(x.dtype))
+    if x.dtype == torch.bool:
+        return nothing
     # Adding the empty sum keeps rank 0 in the graph: backward needs everyone.
-    return nothing + before.sum(0, dtype=x.dtype) if x.is_floating_point() else nothing
+    return nothing + before.sum(0, dtype=x.dtype)
 
 
 def _prefix_pair(ranks: Group, *, exclusive: bool) -> AdjointPair:

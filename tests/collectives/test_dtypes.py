@@ -1,0 +1,88 @@
+"""Every dtype goes through every collective, bit for bit or as torch reduces it."""
+
+import pytest
+import torch
+
+import allgrad as ag
+import allgrad.errors
+import reference
+from allgrad.reductions import REDUCTIONS, find
+
+DTYPES = (
+    *(torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.int32, torch.int16),
+    *(torch.uint8, torch.bool, torch.complex64),
+)
+MOVED_ONLY = (torch.float8_e4m3fn, torch.uint16, torch.complex32)
+
+
+def whole_numbers(shape, rank, dtype):
+    """Small whole numbers: every order of adding or multiplying them gives the same."""
+    made = torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(rank))
+    return made.to(dtype)
+
+
+def fits(op, dtype):
+    try:
+        find("", op, dtype)
+    except ag.errors.ReductionError:
+        return False
+    return True
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("dtype", [*DTYPES, *MOVED_ONLY], ids=str)
+def test_every_dtype_travels(rank, world, dtype):
+    xs = [whole_numbers((r + 1, 2), r, dtype) for r in range(world)]
+    alike = [whole_numbers((5, 2), r, dtype) for r in range(world)]
+    x, y = xs[rank], alike[rank]
+
+    def bits(t):
+        return t.contiguous().view(torch.uint8)
+
+    pairs = [(0, world - 1)]
+    cases = {
+        "all_gather": (ag.all_gather(x), torch.cat([bits(t) for t in xs])),
+        "all_to_all": (
+            ag.all_to_all(y),
+            reference.all_to_all([bits(t) for t in alike])[rank],
+        ),
+        "broadcast": (ag.broadcast(y, 1), bits(alike[1])),
+        "gather": (ag.gather(x, 1), reference.gather([bits(t) for t in xs], 1)[rank]),
+        "permute": (ag.permute(x, pairs), reference.permute([bits(t) for t in xs], pairs)[rank]),
+        "shift": (ag.shift(x), bits(xs[rank - 1])),
+        "scatter": (
+            ag.scatter(y if rank == 0 else None),
+            reference.scatter(bits(alike[0]), world)[rank],
+        ),
+        "split": (ag.split(alike[0]), reference.scatter(bits(alike[0]), world)[rank]),
+    }
+    for name, (got, want) in cases.items():
+        assert got.dtype == dtype, name
+        assert torch.equal(bits(got.detach()), want), name
+        floats = dtype.is_floating_point or dtype.is_complex
+        assert got.requires_grad == floats, name
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", REDUCTIONS)
+def test_every_reduction_of_every_dtype(rank, world, op, dtype):
+    if not fits(op, dtype):
+        with pytest.raises(ag.errors.ReductionError):
+            ag.all_reduce(torch.zeros(1, dtype=dtype), op)
+        return
+    xs = [whole_numbers((5, 2), r, dtype) for r in range(world)]
+    x = xs[rank]
+    want = [
+        (ag.all_reduce(x, op), reference.all_reduce(xs, op)[rank]),
+        (ag.reduce_scatter(x, 0, op), reference.reduce_scatter(xs, 0, op)[rank]),
+        (ag.reduce(x, 1, op), reference.reduce(xs, 1, op)[rank]),
+        (ag.scan(x, op), reference.scan(xs, op)[rank]),
+    ]
+    for got, expected in want:
+        assert got.dtype == dtype
+        assert got.shape == expected.shape
+        tolerance = (
+            {"rtol": 8e-3, "atol": 8e-3} if op in {"mean", "logsumexp"} else {"rtol": 0, "atol": 0}
+        )
+        torch.testing.assert_close(got.detach(), expected, **tolerance)

@@ -1,0 +1,3 @@
+"""What the whole suite needs."""
+
+pytest_plugins = ["pytester"]
