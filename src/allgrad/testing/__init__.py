@@ -1,1 +1,25 @@
 """Run code on real ranks and check its gradients."""
+
+from allgrad.testing.checks import (
+    GradientMismatch,
+    NotAdjoint,
+    adjoint_check,
+    gradcheck,
+    gradgradcheck,
+)
+from allgrad.testing.failures import RankError, RankFailed, RanksStuck
+from allgrad.testing.ranks import run_ranks
+from allgrad.testing.shipping import CannotShip
+
+__all__ = [
+    "CannotShip",
+    "GradientMismatch",
+    "NotAdjoint",
+    "RankError",
+    "RankFailed",
+    "RanksStuck",
+    "adjoint_check",
+    "gradcheck",
+    "gradgradcheck",
+    "run_ranks",
+]

@@ -1,1 +1,178 @@
-"""Pytest plugin."""
+"""The pytest plugin: ``@pytest.mark.ranks(1, 2, 4)`` runs a test body on that many real ranks.
+
+    @pytest.mark.ranks(2, 3, timeout=30)
+    def test_gradient_sums_over_ranks(rank, world): ...
+
+Collection, fixtures and parameters stay in pytest's process; the body, with their values, travels
+to every rank. The tests of a module that share a world run next to each other, so that a world is
+started once.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from types import ModuleType
+
+    from allgrad.testing.failures import RankFailed, RanksStuck
+
+_MARK = "ranks"
+_SCALE = "ranks(*worlds, timeout=60, backend='gloo')"
+
+
+class _SkippedOnRank(Exception):
+    """pytest's own exception says that it lives in ``builtins``, so it cannot be pickled."""
+
+
+class _PerRank(enum.Enum):
+    """Stands for a value that only the ranks have."""
+
+    RANK = "the rank, known inside the test body only"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line(
+        "markers", f"{_SCALE}: run the test body on real ranks, once for each world size."
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make one test for each world the marker names."""
+    mark = metafunc.definition.get_closest_marker(_MARK)
+    if mark is None:
+        return
+    worlds = mark.args
+    if not worlds or not all(type(world) is int and world > 0 for world in worlds):
+        pytest.fail(f"{_SCALE}: name one or more world sizes, not {worlds}.", pytrace=False)
+    if unknown := mark.kwargs.keys() - {"timeout", "backend"}:
+        pytest.fail(f"{_SCALE}: there is no {', '.join(sorted(unknown))}.", pytrace=False)
+    if "world" not in metafunc.fixturenames:
+        metafunc.fixturenames.append("world")
+    ids = [f"ranks={world}" for world in worlds]
+    metafunc.parametrize("world", worlds, ids=ids, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def world(request: pytest.FixtureRequest) -> int:
+    """The number of ranks this test runs on."""
+    if not hasattr(request, "param"):
+        pytest.fail("The fixtures 'world' and 'rank' need @pytest.mark.ranks(...).", pytrace=False)
+    return int(request.param)
+
+
+@pytest.fixture
+def rank(world: int) -> object:  # noqa: ARG001 - whoever has no world has no rank
+    """The rank that runs the test body."""
+    return _PerRank.RANK
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the body on the ranks instead of here."""
+    mark = pyfuncitem.get_closest_marker(_MARK)
+    if mark is None:
+        return None
+    from allgrad.testing.failures import RankFailed
+    from allgrad.testing.ranks import run_ranks
+    from allgrad.testing.shipping import CannotShip, by_value
+
+    wanted = inspect.signature(pyfuncitem.obj).parameters
+    values = {name: value for name, value in pyfuncitem.funcargs.items() if name in wanted}
+    size = pyfuncitem.callspec.params["world"]
+    assert isinstance(size, int)
+    with by_value(_local_modules(pyfuncitem)):
+        try:
+            run_ranks(_on_rank, size, pyfuncitem.obj, values, **mark.kwargs)
+        except CannotShip:
+            _name_culprit(values)
+            raise
+        except RankFailed as failure:
+            _raise_outcome(failure)
+            raise
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the ranks, not the way pytest's process took to hear of them."""
+    report = yield
+    error = call.excinfo.value if call.excinfo else None
+    if report.failed and isinstance(error, _rank_errors()):
+        report.longrepr = _RanksRepr(report.location, error)  # type: ignore[assignment]
+    return report
+
+
+class _RanksRepr:
+    """What pytest prints, and the line it prints in its summary."""
+
+    def __init__(
+        self, location: tuple[str, int | None, str], error: RankFailed | RanksStuck
+    ) -> None:
+        self._text = str(error)
+        path, line, _ = location
+        self.reprcrash = SimpleNamespace(path=path, lineno=(line or 0) + 1, message=error.headline)
+
+    def __str__(self) -> str:
+        return self._text
+
+    def toterminal(self, terminal: Any) -> None:
+        for line in self._text.splitlines():
+            terminal.line(line, red=line.startswith("rank "), bold=line.endswith("failed:"))
+
+
+def _on_rank(body: Callable[..., object], values: dict[str, object]) -> None:
+    from allgrad.world import rank_of
+
+    try:
+        body(**{name: rank_of() if v is _PerRank.RANK else v for name, v in values.items()})
+    except pytest.skip.Exception as outcome:
+        raise _SkippedOnRank(str(outcome)) from None
+
+
+def _raise_outcome(failure: RankFailed) -> None:
+    """Skip, or fail as expected, when every rank asks for it."""
+    outcomes = [error.exception for error in failure.failures.values()]
+    if len(outcomes) < failure.world:
+        return
+    if all(isinstance(outcome, _SkippedOnRank) for outcome in outcomes):
+        # pytest otherwise reports the skip as one of this line.
+        raise pytest.skip.Exception(str(failure.root.exception), _use_item_location=True)
+    if all(isinstance(outcome, pytest.xfail.Exception) for outcome in outcomes):
+        pytest.xfail(str(failure.root.exception))
+
+
+def _local_modules(item: pytest.Function) -> set[ModuleType]:
+    """Find the test's module and the conftests; pytest may have imported them under any name."""
+    plugins = item.config.pluginmanager.get_plugins()
+    return {item.module} | {
+        plugin
+        for plugin in plugins
+        if inspect.ismodule(plugin) and (plugin.__file__ or "").endswith("conftest.py")
+    }
+
+
+def _name_culprit(values: dict[str, object]) -> None:
+    """Name the fixture that cannot leave pytest's process."""
+    from allgrad.testing.shipping import CannotShip, ship
+
+    for name, value in values.items():
+        try:
+            ship(value, f"The fixture {name!r} has a value that")
+        except CannotShip as error:
+            pytest.fail(f"{error}\nUse it in a fixture, not in the body.", pytrace=False)
+
+
+def _rank_errors() -> tuple[type[RankFailed], type[RanksStuck]]:
+    from allgrad.testing.failures import RankFailed, RanksStuck
+
+    return RankFailed, RanksStuck

@@ -1,0 +1,199 @@
+"""The processes behind ``run_ranks``: started when first needed, kept for the next call.
+
+One row of workers serves every world: a world of ``w`` ranks is the first ``w`` of them. They stay
+in that world, connected, until a call asks for another one or leaves the world in doubt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any
+
+from allgrad.errors import AllgradError
+from allgrad.testing import failures
+from allgrad.testing.failures import RankError, RankFailed
+from allgrad.testing.messages import Enter, Entered
+from allgrad.world import Rendezvous
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ["Pool", "Worker", "listen"]
+
+_START_LIMIT = 120.0  # importing torch on a busy machine
+_ENTER_LIMIT = 20.0  # connecting takes milliseconds; leaving may wait for an abandoned call
+
+
+class Worker:
+    """One process and the line to it."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._notes = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the worker lives
+        descriptors = (theirs.fileno(), self._notes.fileno())
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(entry or os.curdir for entry in sys.path),
+            "OMP_NUM_THREADS": "1",
+        }
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-P", "-m", "allgrad.testing.worker", *map(str, descriptors)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+                env=environment,
+            )
+        self.line = Connection(ours.detach())
+
+    def send(self, message: object) -> None:
+        """Hand a message over; a dead worker is found out when its answer is awaited."""
+        with contextlib.suppress(OSError):
+            self.line.send_bytes(pickle.dumps(message))
+
+    def receive(self) -> Any:
+        """Take the answer, or ``None`` from a worker that has died."""
+        try:
+            return pickle.loads(self.line.recv_bytes())  # noqa: S301 - from the process started above
+        except (EOFError, OSError):
+            return None
+
+    def died(self, rank: int) -> RankError:
+        """Describe the end of a process that ended by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+        code = self._process.poll()
+        if code is None:
+            how = "closed its line to the caller"
+        elif code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"exited with code {code}"
+        return RankError(rank, "died", f"the process {how}", self._stack(), time.monotonic())
+
+    def stuck(self, rank: int) -> RankError:
+        """Ask a running process where it is."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
+        give_up = time.monotonic() + 1.0
+        while not (stack := self._stack()) and time.monotonic() < give_up:
+            time.sleep(0.01)
+        return RankError(
+            rank, "stuck", "still running", stack or "an unknown place", time.monotonic()
+        )
+
+    def kill(self) -> None:
+        """End the process now."""
+        self._process.kill()
+        self._process.wait()
+        self.line.close()
+        self._notes.close()
+
+    def alive(self) -> bool:
+        """Tell whether the process waits for a message: an open line, and nothing on it."""
+        return self._process.poll() is None and not self.line.poll()
+
+    def _stack(self) -> str:
+        written = os.pread(self._notes.fileno(), 1 << 20, 0).decode(errors="replace")
+        return failures.rank_code(written)
+
+
+def listen(lines: dict[Connection, int], limit: float) -> Iterator[int]:
+    """Yield ranks as their answers arrive, until all have or ``limit`` seconds have passed."""
+    until = time.monotonic() + limit
+    while lines:
+        ready = wait(list(lines), max(0.0, until - time.monotonic()))
+        if not ready:
+            return
+        for line in ready:
+            assert isinstance(line, Connection)
+            yield lines.pop(line)
+
+
+class Pool:
+    """Workers in rank order, and the world they are in."""
+
+    def __init__(self) -> None:
+        self._rendezvous = Rendezvous()
+        self._workers: list[Worker | None] = []
+        self._world: tuple[int, str] | None = None
+        self._worlds_started = 0
+        self._owner = os.getpid()
+
+    def enter(self, world: int, backend: str) -> list[Worker]:
+        """Give the workers of a started world, its connections fresh or known to be clean."""
+        for attempt in range(2):
+            workers = self._staff(world)
+            if self._world == (world, backend) or self._start_world(workers, backend):
+                self._world = (world, backend)
+                return workers
+            if attempt == 0:
+                self.replace(range(world))
+        raise AllgradError(f"A world of {world} ranks ({backend}) did not start, twice.")
+
+    def doubt(self) -> None:
+        """Let the next call start a new world, even of the same size."""
+        self._world = None
+
+    def replace(self, ranks: Iterable[int]) -> None:
+        """End these processes; new ones take their places at the next call."""
+        for rank in ranks:
+            worker = self._workers[rank]
+            self._workers[rank] = None
+            self.doubt()
+            if worker is not None:
+                worker.kill()
+
+    def close(self) -> None:
+        """End all processes; a forked child leaves its parent's alone."""
+        if os.getpid() == self._owner:
+            self.replace(range(len(self._workers)))
+
+    def _staff(self, world: int) -> list[Worker]:
+        """Fill the first ``world`` places; the new processes start side by side."""
+        self._workers += [None] * (world - len(self._workers))
+        new = [
+            rank
+            for rank, worker in enumerate(self._workers[:world])
+            if not (worker and worker.alive())
+        ]
+        self.replace(new)
+        for rank in new:
+            self._workers[rank] = Worker()
+        workers = [worker for worker in self._workers[:world] if worker is not None]
+        if not self._await_entered(workers, new, _START_LIMIT):
+            self.replace(new)
+            raise AllgradError(
+                f"Not all of {len(new)} new processes could import allgrad and start; "
+                "what they wrote to stderr says why."
+            )
+        return workers
+
+    def _start_world(self, workers: list[Worker], backend: str) -> bool:
+        self.doubt()
+        self._worlds_started += 1
+        for rank, worker in enumerate(workers):
+            worker.send(
+                Enter(rank, len(workers), backend, self._rendezvous.port, str(self._worlds_started))
+            )
+        return self._await_entered(workers, range(len(workers)), _ENTER_LIMIT)
+
+    def _await_entered(self, workers: list[Worker], ranks: Sequence[int], limit: float) -> bool:
+        """Tell whether all of ``ranks`` are there in time; one that raises is shown at once."""
+        missing = {workers[rank].line: rank for rank in ranks}
+        arrived = 0
+        for rank in listen(missing, limit):
+            answer = workers[rank].receive()
+            if isinstance(answer, RankError):
+                self.replace(range(len(workers)))
+                raise RankFailed(len(workers), {rank: answer})
+            arrived += isinstance(answer, Entered)
+        return arrived == len(ranks)
