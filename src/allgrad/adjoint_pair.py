@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from torch import Tensor
 
-    from torch import Tensor
+__all__ = ["AdjointPair", "Map"]
 
-__all__ = ["AdjointPair"]
+Map: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,14 +21,15 @@ class AdjointPair:
     there is to a derivative: backward runs the adjoint, backward of backward runs the map again,
     forward mode runs the map on tangents.
 
-    Both take and give one plain tensor on every rank, leave their input as it was, and name
-    dimensions from the front, so that a batch dimension may be appended at the end.
+    Both take tensors of one dtype and give as many, on every rank; they travel together. Inputs
+    are left as they were. Dimensions are named from the front, so that a batch dimension may be
+    appended at the end.
     """
 
     name: str
     adjoint_name: str
-    forward: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor], Tensor]
+    forward: Map
+    backward: Map
 
     @property
     def adjoint(self) -> AdjointPair:

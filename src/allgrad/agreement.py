@@ -1,17 +1,19 @@
 """What the ranks tell each other before a call: one small message of fixed, versioned layout.
 
-Each rank sends one row of 64-bit words to every other:
+Each rank sends one row of 96 words of 64 bits to every other:
 
     word  0        layout version
           1        the operation's number
-          2        dtype's number
-          3        number of dimensions
-          4        the dimension the call is about
-          5        a count for this very receiver (all_to_all)
-          6        0, or the number of the error class this rank found in its own arguments
-          7        bytes of text that follow in the last words (that error's message)
-          8 - 31   shape
-         32 - 95   text, UTF-8, padded with zeros
+          2        how many tensors the call brings
+          3        a hash of their names in the nest
+          4        words about the tensors
+          5        0, or the number of the error class this rank found in its own arguments
+          6        bytes of that error's text
+          7 -      the words about the tensors, then the text in UTF-8
+
+About each tensor: its dtype's number, its number of dimensions, the dim the call is about, an amount
+for this very receiver, and its shape. A nest of many tensors may need more words than a row has:
+the rest follows in a second message, whose length all ranks then know.
 
 A rank that finds a mistake in its own arguments still takes part, so that everyone raises.
 Nothing received is ever unpickled or evaluated.
@@ -19,8 +21,9 @@ Nothing received is ever unpickled or evaluated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -41,23 +44,24 @@ if TYPE_CHECKING:
 
     from allgrad.wire import Group
 
-__all__ = ["DTYPES", "MAX_DIMS", "Announcement", "describe", "exchange", "require_alike"]
+__all__ = [
+    "DTYPES",
+    "MAX_DIMS",
+    "Announcement",
+    "Brought",
+    "exchange",
+    "hash_names",
+    "require_alike",
+]
 
 VERSION = 1
 MAX_DIMS = 24
-_FIXED = 8
-_TEXT_WORDS = 64
-_WORDS = _FIXED + MAX_DIMS + _TEXT_WORDS
+ROW = 96
+_FIXED = 7
+_BODY = ROW - _FIXED
+_MOST_TENSORS = 1 << 20
 
-OPERATIONS = (
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "gather",
-    "scatter",
-    "permute",
-    "sizes",
-)
+OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "permute", "sizes")
 _ERRORS: tuple[type[InputError], ...] = (
     InputError,
     TensorError,
@@ -76,144 +80,212 @@ DTYPES: tuple[torch.dtype, ...] = (
 )
 
 
+class Brought(NamedTuple):
+    """One tensor that a rank brings to a call."""
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    dim: int
+    amount: int = 0
+
+    def __str__(self) -> str:
+        if self.dtype is None:
+            return f"{self.shape}" if self.shape else "no tensor"
+        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
+
+
 @dataclass(frozen=True, slots=True)
 class Announcement:
     """What one rank is about to do, and with what."""
 
     op: str
-    dtype: torch.dtype | None
-    shape: tuple[int, ...]
-    dim: int
-    count: int = 0
+    tensors: tuple[Brought, ...]
+    names: int = 0
     problem: InputError | None = None
 
-    def encode(self, count: int) -> list[int]:
-        text = b"" if self.problem is None else _fitting(str(self.problem))
-        padded = text.ljust(_TEXT_WORDS * 8, b"\0")
-        return [
-            VERSION,
-            OPERATIONS.index(self.op),
-            -1 if self.dtype is None else DTYPES.index(self.dtype),
-            len(self.shape),
-            self.dim,
-            count,
-            0 if self.problem is None else 1 + _error_number(self.problem),
-            len(text),
-            *self.shape,
-            *[0] * (MAX_DIMS - len(self.shape)),
-            *(
-                int.from_bytes(padded[i : i + 8], "little", signed=True)
-                for i in range(0, len(padded), 8)
-            ),
-        ]
+    def encode(self) -> list[int]:
+        """The row, and whatever about the tensors it cannot hold."""
+        about = [word for tensor in self.tensors for word in _tensor_words(tensor)]
+        text = b""
+        if self.problem is not None:
+            text = _fitting(str(self.problem), (_BODY - len(about)) * 8)
+        error = 0 if self.problem is None else 1 + _error_number(self.problem)
+        fixed = (VERSION, OPERATIONS.index(self.op), len(self.tensors), self.names)
+        row = [*fixed, len(about), error, len(text), *about, *_words(text)]
+        return row + [0] * (ROW - len(row))
 
     @staticmethod
     def decode(words: Sequence[int]) -> Announcement:
-        """Read a row, checking every number before it is used."""
-        if len(words) != _WORDS:
-            raise AllgradError(f"A message of {len(words)} words came; {_WORDS} were expected.")
-        version, op, dtype, ndim, dim, count, error, length = words[:_FIXED]
-        if version != VERSION:
+        """Read what ``encode`` wrote, checking every number before it is used."""
+        fixed = Fixed.decode(words)
+        about, text = words[_FIXED : _FIXED + fixed.about], words[_FIXED + fixed.about :]
+        if len(about) != fixed.about or len(text) * 8 < fixed.text:
+            raise _garbled()
+        tensors: list[Brought] = []
+        while len(tensors) < fixed.tensors:
+            if len(about) < 4:
+                raise _garbled()
+            dtype, ndim, dim, amount = about[:4]
+            shape = tuple(about[4 : 4 + max(0, ndim)])
+            about = about[4 + max(0, ndim) :]
+            if (
+                not -1 <= dtype < len(DTYPES)
+                or not 0 <= ndim <= MAX_DIMS
+                or len(shape) != ndim
+                or not 0 <= dim < MAX_DIMS
+                or amount < 0
+                or any(n < 0 for n in shape)
+            ):
+                raise _garbled()
+            tensors.append(Brought(None if dtype < 0 else DTYPES[dtype], shape, dim, amount))
+        if about:
+            raise _garbled()
+        problem = None
+        if fixed.error:
+            raw = b"".join(w.to_bytes(8, "little", signed=True) for w in text)[: fixed.text]
+            problem = _ERRORS[fixed.error - 1](raw.decode("utf-8", errors="replace"))
+        return Announcement(OPERATIONS[fixed.op], tuple(tensors), fixed.names, problem)
+
+
+class Fixed(NamedTuple):
+    """The numbers at the front of every row."""
+
+    version: int
+    op: int
+    tensors: int
+    names: int
+    about: int
+    error: int
+    text: int
+
+    @staticmethod
+    def decode(words: Sequence[int]) -> Fixed:
+        if len(words) < ROW:
+            raise AllgradError(f"A message of {len(words)} words came; {ROW} were expected.")
+        fixed = Fixed(*words[:_FIXED])
+        if fixed.version != VERSION:
             raise AllgradError(
-                f"A rank speaks version {version} of this message; this one speaks {VERSION}.\n"
+                f"A rank speaks version {fixed.version} of this message, this one {VERSION}.\n"
                 "Run the same allgrad on every rank, and the same collectives in the same order."
             )
-        shape = tuple(words[_FIXED : _FIXED + max(0, ndim)])
         if (
-            not 0 <= op < len(OPERATIONS)
-            or not -1 <= dtype < len(DTYPES)
-            or not 0 <= ndim <= MAX_DIMS
-            or not 0 <= error <= len(_ERRORS)
-            or not 0 <= length <= _TEXT_WORDS * 8
-            or count < 0
-            or any(length < 0 for length in shape)
+            not 0 <= fixed.op < len(OPERATIONS)
+            or not 0 <= fixed.tensors <= _MOST_TENSORS
+            or not 0 <= fixed.about <= fixed.tensors * (4 + MAX_DIMS)
+            or not 0 <= fixed.error <= len(_ERRORS)
+            or not 0 <= fixed.text <= _BODY * 8
         ):
-            raise AllgradError("A message from another rank is garbled: a number is out of range.")
-        raw = b"".join(w.to_bytes(8, "little", signed=True) for w in words[_FIXED + MAX_DIMS :])
-        text = raw[:length].decode("utf-8", errors="replace")
-        return Announcement(
-            OPERATIONS[op],
-            None if dtype < 0 else DTYPES[dtype],
-            shape,
-            dim,
-            count,
-            _ERRORS[error - 1](text) if error else None,
-        )
+            raise _garbled()
+        return fixed
 
 
-def _fitting(text: str) -> bytes:
+def _garbled() -> AllgradError:
+    return AllgradError("A message from another rank is garbled: a number is out of range.")
+
+
+def _tensor_words(t: Brought) -> tuple[int, ...]:
+    dtype = -1 if t.dtype is None else DTYPES.index(t.dtype)
+    return (dtype, len(t.shape), t.dim, t.amount, *t.shape)
+
+
+def _words(text: bytes) -> list[int]:
+    padded = text + b"\0" * (-len(text) % 8)
+    return [
+        int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, len(padded), 8)
+    ]
+
+
+def _fitting(text: str, most: int) -> bytes:
     """Encode as much of the text as fits, without cutting a character in two."""
-    return text.encode()[: _TEXT_WORDS * 8].decode(errors="ignore").encode()
+    return text.encode()[:most].decode(errors="ignore").encode()
 
 
 def _error_number(problem: InputError) -> int:
     return _ERRORS.index(type(problem)) if type(problem) in _ERRORS else 0
 
 
+def hash_names(names: Sequence[str]) -> int:
+    """A number that differs when the names of a nest's tensors do."""
+    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
 def exchange(
     group: Group,
     mine: Announcement,
     device: torch.device,
-    counts: Sequence[int] | None = None,
+    counts: Sequence[Sequence[int]] | None = None,
 ) -> list[Announcement]:
     """Tell every rank and hear from all; raise on every rank when any of them found a problem.
 
-    ``counts[r]`` is a number for rank ``r`` alone.
+    ``counts[i][r]`` is a number about tensor ``i`` for rank ``r`` alone.
     """
+    rows = [_for_receiver(mine, counts, rank).encode() for rank in range(group.size)]
     if group.size == 1:
-        if mine.problem is not None:
-            raise mine.problem
-        return [mine if counts is None else replace(mine, count=counts[0])]
+        heard = rows
+    else:
+        heard = _send(group, [row[:ROW] for row in rows], [ROW] * group.size, device)
+        rest = [max(0, Fixed.decode(row).about - _BODY) for row in heard]
+        if any(rest):
+            more = _send(group, [row[ROW:] for row in rows], rest, device)
+            heard = [row + tail for row, tail in zip(heard, more, strict=True)]
+    ranks = [Announcement.decode(row) for row in heard]
+    _raise_problems(mine, ranks)
+    return ranks
+
+
+def _for_receiver(
+    mine: Announcement, counts: Sequence[Sequence[int]] | None, rank: int
+) -> Announcement:
+    if counts is None:
+        return mine
+    told = (t._replace(amount=c[rank]) for t, c in zip(mine.tensors, counts, strict=True))
+    return Announcement(mine.op, tuple(told), mine.names, mine.problem)
+
+
+def _send(
+    group: Group, rows: list[list[int]], lengths: list[int], device: torch.device
+) -> list[list[int]]:
     where = wire.message_device(group, device)
-    rows = [mine.encode(0 if counts is None else counts[rank]) for rank in range(group.size)]
-    flat = torch.tensor(rows, dtype=torch.int64, device=where).view(-1)
-    each = [_WORDS] * group.size
-    heard = wire.all_to_all(group, flat, each, each).view(group.size, _WORDS).tolist()
-    all_ranks = [Announcement.decode(row) for row in heard]
-    _raise_problems(mine, all_ranks)
-    return all_ranks
+    flat = torch.tensor([word for row in rows for word in row], dtype=torch.int64, device=where)
+    got: list[int] = wire.all_to_all(group, flat, [len(row) for row in rows], lengths).tolist()
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return [got[start : start + n] for start, n in zip(starts, lengths, strict=True)]
 
 
 def _raise_problems(mine: Announcement, heard: Sequence[Announcement]) -> None:
-    if all(a.problem is None for a in heard):
+    problems = {rank: a.problem for rank, a in enumerate(heard) if a.problem is not None}
+    if not problems:
         return
+    if len(heard) == 1:
+        raise next(iter(problems.values()))
     marks = {
-        rank: str(a.problem).partition("\n")[0].removeprefix(f"{a.op}: ")
-        for rank, a in enumerate(heard)
-        if a.problem is not None
+        rank: str(problem).partition("\n")[0].removeprefix(f"{heard[rank].op}: ")
+        for rank, problem in problems.items()
     }
-    first = heard[min(marks)].problem
-    assert first is not None
+    first = problems[min(problems)]
     rule, _, advice = str(first).partition("\n")
     kind = type(first if mine.problem is None else mine.problem)
-    raise kind(rank_table(rule, [describe(a) for a in heard], marks, advice))
-
-
-def describe(a: Announcement) -> str:
-    """One rank's line in a table: its shape and dtype."""
-    if a.dtype is None:
-        return f"{a.shape}" if a.shape else "no tensor"
-    return f"{a.shape} {str(a.dtype).removeprefix('torch.')}"
+    rows = [", ".join(str(t) for t in a.tensors[:3]) or "no tensor" for a in heard]
+    raise kind(rank_table(rule, rows, marks, advice))
 
 
 def require_alike(
-    heard: Sequence[Announcement],
-    what: Callable[[Announcement], object],
+    heard: Sequence[object],
+    rows: Sequence[str],
     rule: str,
-    mark: Callable[[Announcement, Announcement], str],
+    mark: Callable[[int, int], str],
     advice: str,
     *,
     error: type[InputError] = PieceMismatch,
-    row: Callable[[Announcement], str] = describe,
 ) -> None:
-    """Raise, on every rank alike, unless ``what`` is the same for all.
+    """Raise, on every rank alike, unless all ranks said the same.
 
-    The odd ones are those that differ from what most ranks have.
+    The odd ones are those that differ from most; ``mark(odd, usual)`` says how, by their ranks.
     """
-    values = [what(a) for a in heard]
-    usual = max(values, key=values.count)
-    if all(value == usual for value in values):
+    usual = max(heard, key=heard.count)
+    if all(value == usual for value in heard):
         return
-    model = heard[values.index(usual)]
-    marks = {rank: mark(a, model) for rank, a in enumerate(heard) if values[rank] != usual}
-    raise error(rank_table(rule, [row(a) for a in heard], marks, advice))
+    model = heard.index(usual)
+    marks = {rank: mark(rank, model) for rank, value in enumerate(heard) if value != usual}
+    raise error(rank_table(rule, rows, marks, advice))

@@ -1,8 +1,8 @@
-"""Sizes by rank: even shares, blocks laid out one after another, and joining them again."""
+"""Sizes by rank: even shares, tensors cut into blocks by rank, laid out flat, and joined again."""
 
 from __future__ import annotations
 
-from itertools import accumulate
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["even", "join", "lay_out", "offsets", "plain"]
+__all__ = ["Cut", "apart", "even", "plain", "together"]
 
 
 def even(total: int, parts: int) -> tuple[int, ...]:
@@ -26,43 +26,101 @@ def even(total: int, parts: int) -> tuple[int, ...]:
     return (least + 1,) * more + (least,) * (parts - more)
 
 
-def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Where each piece starts in the joined whole.
-
-    >>> offsets((2, 0, 3))
-    (0, 2, 2)
-    """
-    return tuple(accumulate(sizes, initial=0))[:-1]
-
-
 def plain(x: Tensor) -> Tensor:
     """Return ``x`` as real contiguous memory, copied only if it is not that already."""
     return x.resolve_conj().resolve_neg().contiguous()
 
 
-def lay_out(x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
-    """Cut ``x`` along ``dim`` into blocks of ``sizes`` and lay them one after another, flat.
+def together(xs: Sequence[Tensor]) -> Tensor:
+    """Whole tensors, one after another, flat. No copy for a single contiguous one."""
+    if len(xs) == 1:
+        return plain(xs[0]).view(-1)
+    return torch.cat([x.reshape(-1) for x in xs])
 
-    No copy for a contiguous tensor cut along its first dimension.
 
-        [ a a b ]
-        [ a a b ]   --->   [ a a a a b b ]
+def apart(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Undo ``together``, without a copy."""
+    if len(shapes) == 1:
+        return [flat.view(shapes[0])]
+    parts = flat.split([prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How several tensors are cut: each along its own dim, into its own sizes by rank.
+
+    tensor 0   [ a a | b ]               flat, by rank:
+    tensor 1   [ c | d d ]     <--->     [ a a c | b d d ]
     """
-    if prod(x.shape[:dim]) == 1 or sum(1 for s in sizes if s) <= 1:
-        return plain(x).view(-1)
-    return torch.cat([block.reshape(-1) for block in x.split(list(sizes), dim)])
+
+    dims: tuple[int, ...]
+    sizes: tuple[tuple[int, ...], ...]
+
+    def counts(self, xs: Sequence[Tensor]) -> list[int]:
+        """How many elements belong to each rank, all tensors together."""
+        others = [_others(x.shape, dim) for x, dim in zip(xs, self.dims, strict=True)]
+        by_rank = zip(*self.sizes, strict=True)
+        return [sum(s * o for s, o in zip(sizes, others, strict=True)) for sizes in by_rank]
+
+    def shapes(self, xs: Sequence[Tensor], rank: int) -> list[list[int]]:
+        """The shapes of one rank's blocks."""
+        return [
+            _with_length(x.shape, dim, sizes[rank])
+            for x, dim, sizes in zip(xs, self.dims, self.sizes, strict=True)
+        ]
+
+    def none(self, xs: Sequence[Tensor]) -> list[list[int]]:
+        """The shapes of empty blocks."""
+        return [_with_length(x.shape, dim, 0) for x, dim in zip(xs, self.dims, strict=True)]
+
+    def of(self, which: Sequence[int]) -> Cut:
+        """The same for some of the tensors, by number."""
+        if len(which) == len(self.dims):
+            return self
+        return Cut(tuple(self.dims[i] for i in which), tuple(self.sizes[i] for i in which))
+
+    def own(self, xs: Sequence[Tensor], rank: int) -> list[Tensor]:
+        """One rank's blocks, as views of the tensors."""
+        return [
+            x.narrow(dim, sum(sizes[:rank]), sizes[rank])
+            for x, dim, sizes in zip(xs, self.dims, self.sizes, strict=True)
+        ]
+
+    def lay_out(self, xs: Sequence[Tensor]) -> Tensor:
+        """Cut the tensors and lay the blocks flat, rank after rank.
+
+        No copy for a single contiguous tensor cut along its first dimension.
+        """
+        if len(xs) == 1 and _in_order(xs[0].shape, self.dims[0], self.sizes[0]):
+            return plain(xs[0]).view(-1)
+        blocks = [
+            x.split(list(sizes), dim)
+            for x, sizes, dim in zip(xs, self.sizes, self.dims, strict=True)
+        ]
+        return torch.cat([b.reshape(-1) for of_rank in zip(*blocks, strict=True) for b in of_rank])
+
+    def join(self, flat: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Undo ``lay_out``; ``xs`` tell the other lengths.
+
+        No copy for a single tensor along its first dimension, one otherwise.
+        """
+        if len(xs) == 1 and _in_order(xs[0].shape, self.dims[0], self.sizes[0]):
+            return [flat.view(_with_length(xs[0].shape, self.dims[0], sum(self.sizes[0])))]
+        ranks = range(len(self.sizes[0]))
+        shapes = [shape for rank in ranks for shape in self.shapes(xs, rank)]
+        blocks = apart(flat, shapes)
+        return [torch.cat(blocks[i :: len(xs)], dim) for i, dim in enumerate(self.dims)]
 
 
-def join(flat: Tensor, shape: Sequence[int], sizes: Sequence[int], dim: int) -> Tensor:
-    """Undo ``lay_out``: blocks that lie one after another, joined along ``dim``.
+def _others(shape: Sequence[int], dim: int) -> int:
+    return prod(shape[:dim]) * prod(shape[dim + 1 :])
 
-    ``shape`` is the shape of a block; its length along ``dim`` is not looked at.
-    No copy along the first dimension, one along any other.
-    """
-    before, after = list(shape[:dim]), list(shape[dim + 1 :])
-    if prod(before) == 1 or sum(1 for s in sizes if s) <= 1:
-        return flat.view([*before, sum(sizes), *after])
-    counts = [size * prod(before) * prod(after) for size in sizes]
-    blocks = flat.split(counts)
-    views = [b.view([*before, size, *after]) for b, size in zip(blocks, sizes, strict=True)]
-    return torch.cat(views, dim)
+
+def _with_length(shape: Sequence[int], dim: int, length: int) -> list[int]:
+    return [*shape[:dim], length, *shape[dim + 1 :]]
+
+
+def _in_order(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> bool:
+    """Tell whether the blocks lie one after another in the tensor as it is."""
+    return prod(shape[:dim]) == 1 or sum(1 for size in sizes if size) <= 1

@@ -8,6 +8,8 @@ import torch
 from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from allgrad.adjoint_pair import AdjointPair
@@ -22,51 +24,59 @@ _ANCHOR = torch.empty(0, requires_grad=True)
 
 class _Apply(torch.autograd.Function):
     @staticmethod
-    def forward(pair: AdjointPair, x: Tensor, anchor: Tensor) -> Tensor:  # noqa: ARG004
-        return pair.forward(x)
+    def forward(pair: AdjointPair, anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
+        # A view made in here could not be changed in place by the caller (y /= 2), so the results
+        # are unlinked from their bases. What is handed through as it is stays linked to its input.
+        return tuple(
+            y if any(y is x for x in xs) else torch.ops.aten._unsafe_view(y, y.shape)  # noqa: SLF001
+            for y in pair.forward(xs)
+        )
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[AdjointPair, Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG004
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004
         ctx.pair = inputs[0]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
-        return None, apply(ctx.pair.adjoint, gradient), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *apply(ctx.pair.adjoint, gradients)
 
     @staticmethod
-    def jvp(ctx: Any, _pair: None, tangent: Tensor, _anchor: None) -> Tensor:
-        return apply(ctx.pair, tangent)
+    def jvp(ctx: Any, _pair: None, _anchor: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        return apply(ctx.pair, tangents)
 
     @staticmethod
     def vmap(
-        info: Any,  # noqa: ARG004
-        in_dims: tuple[None, int | None, None],
+        info: Any,
+        in_dims: tuple[int | None, ...],
         pair: AdjointPair,
-        x: Tensor,
         anchor: Tensor,  # noqa: ARG004
-    ) -> tuple[Tensor, int | None]:
-        batch = in_dims[1]
-        if batch is None:
-            return apply(pair, x), None
+        *xs: Tensor,
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         # Pairs name dimensions from the front: one more at the end travels along unseen.
-        return apply(pair, x.movedim(batch, -1)), -1
+        batched = [
+            x.unsqueeze(-1).expand(*x.shape, info.batch_size) if dim is None else x.movedim(dim, -1)
+            for x, dim in zip(xs, in_dims[2:], strict=True)
+        ]
+        return apply(pair, batched), (-1,) * len(xs)
 
 
-def apply(pair: AdjointPair, x: Tensor, *, stop: bool = False) -> Tensor:
-    """Run the pair's map on ``x``, differentiable to any order; ``stop`` ends the gradient there."""
+def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tuple[Tensor, ...]:
+    """Run the pair's map, differentiable to any order; ``stop`` ends the gradient there."""
     if stop:
         with torch.no_grad():
-            return apply(pair, x)
-    if _plain_call(x):
-        return pair.forward(x)
-    result: Tensor = _Apply.apply(pair, x, _ANCHOR)
-    return result
+            return apply(pair, xs)
+    if _plain_call(xs):
+        return tuple(pair.forward(xs))
+    results: tuple[Tensor, ...] = _Apply.apply(pair, _ANCHOR, *xs)  # type: ignore[no-untyped-call]
+    return results
 
 
-def _plain_call(x: Tensor) -> bool:
+def _plain_call(xs: Sequence[Tensor]) -> bool:
     """Tell whether nothing asks for a derivative: no graph, no tangent, no torch.func transform."""
     if torch._C._are_functorch_transforms_active():  # noqa: SLF001
         return False
     if forward_ad._current_level >= 0:  # noqa: SLF001
         return False
-    return not (torch.is_grad_enabled() and (x.is_floating_point() or x.is_complex()))
+    return not (
+        torch.is_grad_enabled() and any(x.is_floating_point() or x.is_complex() for x in xs)
+    )

@@ -2,43 +2,55 @@
 
 from __future__ import annotations
 
-from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from allgrad import reductions, wire
 from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.all_to_all import exchange_pair
 from allgrad.collectives.arguments import (
     Grad,
+    Nest,
     Sizes,
+    Taken,
     announce,
     attempt,
     check_grad,
-    pieces,
+    exchange,
+    own_pieces,
     require_fit,
     shares,
-    vector_at_least,
+    take,
 )
 from allgrad.errors import InputError
-from allgrad.ragged import join, lay_out, offsets, plain
+from allgrad.ragged import Cut, apart, plain, together
 from allgrad.transforms import apply
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from allgrad.wire import Group, GroupLike
 
-__all__ = ["all_gather", "gather_pair", "once_pair", "reduce_scatter", "sizes", "split"]
+__all__ = [
+    "all_gather",
+    "gather_pair",
+    "once_pair",
+    "reduce_pieces",
+    "reduce_scatter",
+    "sizes",
+    "split",
+]
 
 
 def all_gather(
-    x: Tensor,
+    x: Nest,
     dim: int = 0,
     *,
     sizes: Sizes = None,
     group: GroupLike = None,
     grad: Grad = "sum",
-) -> Tensor:
+) -> Nest:
     """Give every rank all pieces, joined along ``dim`` in rank order.
 
         rank 0   [ a a ]              [ a a | b | c c c ]
@@ -59,19 +71,20 @@ def all_gather(
     """
     ranks = wire.resolve("all_gather", group)
     check_grad("all_gather", grad)
-    x, dim, found = pieces("all_gather", ranks, x, dim, sizes)
-    pair = once_pair(ranks, found, dim) if grad == "same" else gather_pair(ranks, found, dim)
-    return apply(pair, x, stop=grad == "none")
+    taken, cut = own_pieces("all_gather", ranks, x, dim, sizes)
+    make_pair = once_pair if grad == "same" else gather_pair
+    stop = grad == "none"
+    return taken.run(lambda which, xs: apply(make_pair(ranks, cut.of(which)), xs, stop=stop))
 
 
 def reduce_scatter(
-    x: Tensor,
+    x: Nest,
     dim: int = 0,
     op: reductions.Op = "sum",
     *,
     sizes: Sizes = None,
     group: GroupLike = None,
-) -> Tensor:
+) -> Nest:
     """Reduce over ranks, and give each rank its own piece of the result.
 
         rank 0   [ a0 a0 | b0 | c0 ]         [ a0+a1+a2  a0+a1+a2 ]
@@ -91,36 +104,41 @@ def reduce_scatter(
     """
     ranks = wire.resolve("reduce_scatter", group)
 
-    def check() -> tuple[Tensor, int, reductions.Reduction, tuple[int, ...]]:
-        tensor, axis = vector_at_least("reduce_scatter", x, dim)
-        reduction = reductions.find("reduce_scatter", op, tensor.dtype)
-        cut = shares("reduce_scatter", ranks, tensor.shape[axis], sizes)
-        return tensor, axis, reduction, cut
+    def check() -> tuple[Taken[Nest], Cut, list[reductions.Reduction]]:
+        taken = take("reduce_scatter", x)
+        dims = taken.dims("reduce_scatter", dim)
+        found = [reductions.find("reduce_scatter", op, t.dtype) for t in taken.tensors]
+        taken = taken.at_least_vectors()
+        return taken, _shares("reduce_scatter", ranks, taken, dims, sizes), found
 
     verify = sizes is None and ranks.size > 1
     checked = attempt(check, others_wait=verify)
+    if isinstance(checked, InputError):
+        raise announce("reduce_scatter", ranks, x, checked)
+    taken, cut, found = checked
     if verify:
-        axis_or_problem = checked if isinstance(checked, InputError) else checked[1]
-        heard = announce("reduce_scatter", ranks, x, axis_or_problem)
-        require_fit("reduce_scatter", heard, None)
-    assert not isinstance(checked, InputError)
-    tensor, axis, reduction, cut = checked
-    return reduce_pieces(ranks, reduction, tensor, axis, cut)
+        heard = exchange("reduce_scatter", ranks, taken, cut.dims)
+        require_fit("reduce_scatter", taken, heard, free=False)
+    return taken.run(lambda which, xs: reduce_pieces(ranks, found[which[0]], xs, cut.of(which)))
 
 
 def reduce_pieces(
-    ranks: Group, reduction: reductions.Reduction, x: Tensor, dim: int, cut: tuple[int, ...]
-) -> Tensor:
+    ranks: Group, reduction: reductions.Reduction, xs: Sequence[Tensor], cut: Cut
+) -> Sequence[Tensor]:
     """Reduce and keep the own piece, arguments known to be good."""
     if reduction.linear:
         share = 1 if reduction.name == "sum" else ranks.size
-        return apply(gather_pair(ranks, cut, dim, divided_by=share).adjoint, x)
-    own = cut[ranks.rank]
-    exchanged = apply(exchange_pair(ranks, cut, (own,) * ranks.size, dim), x)
-    return reduction.stacked(exchanged.unflatten(dim, (ranks.size, own)), dim)
+        return apply(gather_pair(ranks, cut, divided_by=share).adjoint, xs)
+    own = [sizes[ranks.rank] for sizes in cut.sizes]
+    incoming = Cut(cut.dims, tuple((size,) * ranks.size for size in own))
+    exchanged = apply(exchange_pair(ranks, cut, incoming), xs)
+    return [
+        reduction.stacked(x.unflatten(dim, (ranks.size, size)), dim)
+        for x, dim, size in zip(exchanged, cut.dims, own, strict=True)
+    ]
 
 
-def split(x: Tensor, dim: int = 0, *, sizes: Sizes = None, group: GroupLike = None) -> Tensor:
+def split(x: Nest, dim: int = 0, *, sizes: Sizes = None, group: GroupLike = None) -> Nest:
     """Keep the own piece of a value that all ranks hold.
 
         rank 0   [ a a | b | c ]         [ a a ]
@@ -139,58 +157,55 @@ def split(x: Tensor, dim: int = 0, *, sizes: Sizes = None, group: GroupLike = No
     Cost: nothing forward, one collective backward.
     """
     ranks = wire.resolve("split", group)
-    x, axis = vector_at_least("split", x, dim)
-    cut = shares("split", ranks, x.shape[axis], sizes)
-    return apply(once_pair(ranks, cut, axis).adjoint, x)
+    taken = take("split", x)
+    dims = taken.dims("split", dim)
+    taken = taken.at_least_vectors()
+    cut = _shares("split", ranks, taken, dims, sizes)
+    return taken.run(lambda which, xs: apply(once_pair(ranks, cut.of(which)).adjoint, xs))
 
 
-def sizes(x: Tensor, dim: int = 0, *, group: GroupLike = None) -> tuple[int, ...]:
+def sizes(x: object, dim: int = 0, *, group: GroupLike = None) -> Any:
     """Tell what each rank holds along ``dim``, in rank order.
 
         rank 0   [ a a ]              (2, 1, 3)
         rank 1   [ b ]       --->     (2, 1, 3)
         rank 2   [ c c c ]            (2, 1, 3)
 
+    For a nest, the nest of such tuples.
+
     Cost: one size exchange. Pass the result as ``sizes=`` to save it in later calls.
     """
     ranks = wire.resolve("sizes", group)
-    return pieces("sizes", ranks, x, dim, None)[2]
+    taken, cut = own_pieces("sizes", ranks, x, dim, None)
+    return taken.put_back(cut.sizes)
 
 
-def gather_pair(
-    ranks: Group, sizes: tuple[int, ...], dim: int, *, divided_by: int = 1
-) -> AdjointPair:
+def _shares(op: str, ranks: Group, taken: Taken[Any], dims: tuple[int, ...], sizes: Sizes) -> Cut:
+    lengths = (t.shape[dim] for t, dim in zip(taken.tensors, dims, strict=True))
+    return Cut(dims, tuple(shares(op, ranks, length, sizes) for length in lengths))
+
+
+def gather_pair(ranks: Group, cut: Cut, *, divided_by: int = 1) -> AdjointPair:
     """all_gather <-> reduce_scatter, both divided by a number where a mean is meant."""
 
-    def gather(x: Tensor) -> Tensor:
-        counts = [size * _others(x, dim) for size in sizes]
-        out = wire.all_gather(ranks, plain(x).view(-1), counts)
-        return join(_divide(out, divided_by), x.shape, sizes, dim)
+    def gather(xs: Sequence[Tensor]) -> list[Tensor]:
+        out = wire.all_gather(ranks, together(xs), cut.counts(xs))
+        return cut.join(_divide(out, divided_by), xs)
 
-    def reduce_and_keep(x: Tensor) -> Tensor:
-        counts = [size * _others(x, dim) for size in sizes]
-        out = wire.reduce_scatter(ranks, lay_out(x, sizes, dim), counts)
-        return _divide(out, divided_by).view(_with_length(x, dim, sizes[ranks.rank]))
+    def reduce_and_keep(xs: Sequence[Tensor]) -> list[Tensor]:
+        out = wire.reduce_scatter(ranks, cut.lay_out(xs), cut.counts(xs))
+        return apart(_divide(out, divided_by), cut.shapes(xs, ranks.rank))
 
     return AdjointPair("all_gather", "reduce_scatter", gather, reduce_and_keep)
 
 
-def once_pair(ranks: Group, sizes: tuple[int, ...], dim: int) -> AdjointPair:
+def once_pair(ranks: Group, cut: Cut) -> AdjointPair:
     """all_gather <-> split: pieces on one side, on the other a joined value that counts once."""
 
-    def keep(x: Tensor) -> Tensor:
-        own = x.narrow(dim, offsets(sizes)[ranks.rank], sizes[ranks.rank])
-        return plain(own).clone() if own.is_contiguous() else plain(own)
+    def keep(xs: Sequence[Tensor]) -> list[Tensor]:
+        return [plain(x) if not x.is_contiguous() else x.clone() for x in cut.own(xs, ranks.rank)]
 
-    return AdjointPair("all_gather", "split", gather_pair(ranks, sizes, dim).forward, keep)
-
-
-def _others(x: Tensor, dim: int) -> int:
-    return prod(x.shape[:dim]) * prod(x.shape[dim + 1 :])
-
-
-def _with_length(x: Tensor, dim: int, length: int) -> list[int]:
-    return [*x.shape[:dim], length, *x.shape[dim + 1 :]]
+    return AdjointPair("all_gather", "split", gather_pair(ranks, cut).forward, keep)
 
 
 def _divide(fresh: Tensor, by: int) -> Tensor:

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from allgrad import reductions, wire
 from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.all_gather import gather_pair, once_pair, reduce_pieces
-from allgrad.collectives.arguments import Grad, check_grad, check_tensor
-from allgrad.ragged import even, plain
+from allgrad.collectives.arguments import Grad, Nest, check_grad, take
+from allgrad.ragged import Cut, apart, even, together
 from allgrad.transforms import apply
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from allgrad.wire import Group, GroupLike
@@ -24,8 +26,8 @@ _WHOLE_PIECES_UP_TO = 256 * 1024
 
 
 def all_reduce(
-    x: Tensor, op: reductions.Op = "sum", *, group: GroupLike = None, grad: Grad = "sum"
-) -> Tensor:
+    x: Nest, op: reductions.Op = "sum", *, group: GroupLike = None, grad: Grad = "sum"
+) -> Nest:
     """Reduce over ranks, and give every rank the result.
 
         rank 0   [ a ]         [ a+b+c ]
@@ -47,24 +49,32 @@ def all_reduce(
     Cost: one collective each way; two for a large ``min``, ``max``, ``prod`` or ``logsumexp``.
     """
     ranks = wire.resolve("all_reduce", group)
-    check_tensor("all_reduce", x)
     check_grad("all_reduce", grad)
-    reduction = reductions.find("all_reduce", op, x.dtype)
+    taken = take("all_reduce", x)
+    found = [reductions.find("all_reduce", op, t.dtype) for t in taken.tensors]
+    return taken.run(lambda which, xs: _all_reduce(ranks, found[which[0]], xs, grad))
+
+
+def _all_reduce(
+    ranks: Group, reduction: reductions.Reduction, xs: Sequence[Tensor], grad: Grad
+) -> Sequence[Tensor]:
     stop = grad == "none"
     if reduction.linear:
         divided_by = 1 if reduction.name == "sum" else ranks.size
         pair = _once_pair(ranks, divided_by) if grad == "same" else _sum_pair(ranks, divided_by)
-        return apply(pair, x, stop=stop)
+        return apply(pair, xs, stop=stop)
     make_pair = once_pair if grad == "same" else gather_pair
-    if x.nbytes * ranks.size <= _WHOLE_PIECES_UP_TO:
-        pair = make_pair(ranks, (1,) * ranks.size, 0)
-        return reduction.stacked(apply(pair, x.unsqueeze(0), stop=stop), 0)
-    cut = even(x.numel(), ranks.size)
-    own = reduce_pieces(ranks, reduction, x.reshape(-1), 0, cut)
-    return apply(make_pair(ranks, cut, 0), own, stop=stop).view(x.shape)
+    if sum(x.nbytes for x in xs) * ranks.size <= _WHOLE_PIECES_UP_TO:
+        rows = Cut((0,) * len(xs), ((1,) * ranks.size,) * len(xs))
+        stacked = apply(make_pair(ranks, rows), [x.unsqueeze(0) for x in xs], stop=stop)
+        return [reduction.stacked(t, 0) for t in stacked]
+    shares = Cut((0,) * len(xs), tuple(even(x.numel(), ranks.size) for x in xs))
+    own = reduce_pieces(ranks, reduction, [x.reshape(-1) for x in xs], shares)
+    joined = apply(make_pair(ranks, shares), own, stop=stop)
+    return [y.view(x.shape) for x, y in zip(xs, joined, strict=True)]
 
 
-def share(x: Tensor, *, group: GroupLike = None) -> Tensor:
+def share(x: Nest, *, group: GroupLike = None) -> Nest:
     """Pass a value that all ranks hold to work that differs by rank.
 
         rank 0   [ v ]         [ v ]
@@ -80,13 +90,13 @@ def share(x: Tensor, *, group: GroupLike = None) -> Tensor:
     Cost: nothing forward (the result is a view of ``x``), one collective backward.
     """
     ranks = wire.resolve("share", group)
-    check_tensor("share", x)
-    return apply(_once_pair(ranks, 1).adjoint, x)
+    pair = _once_pair(ranks, 1).adjoint
+    return take("share", x).run(lambda _, xs: apply(pair, xs))
 
 
 def _sum_pair(ranks: Group, divided_by: int) -> AdjointPair:
-    def reduce(x: Tensor) -> Tensor:
-        return _reduced(ranks, x, divided_by)
+    def reduce(xs: Sequence[Tensor]) -> list[Tensor]:
+        return _reduced(ranks, xs, divided_by)
 
     return AdjointPair("all_reduce", "all_reduce", reduce, reduce)
 
@@ -94,12 +104,12 @@ def _sum_pair(ranks: Group, divided_by: int) -> AdjointPair:
 def _once_pair(ranks: Group, divided_by: int) -> AdjointPair:
     """all_reduce <-> share: terms on one side, on the other a sum that counts once."""
 
-    def hand_over(x: Tensor) -> Tensor:
-        return x.view_as(x) if divided_by == 1 else x / divided_by
+    def hand_over(xs: Sequence[Tensor]) -> list[Tensor]:
+        return [x if divided_by == 1 else x / divided_by for x in xs]
 
-    return AdjointPair("all_reduce", "share", lambda x: _reduced(ranks, x, divided_by), hand_over)
+    return AdjointPair("all_reduce", "share", lambda xs: _reduced(ranks, xs, divided_by), hand_over)
 
 
-def _reduced(ranks: Group, x: Tensor, divided_by: int) -> Tensor:
-    out = wire.all_reduce(ranks, plain(x).view(-1)).view(x.shape)
-    return out if divided_by == 1 else out.div_(divided_by)
+def _reduced(ranks: Group, xs: Sequence[Tensor], divided_by: int) -> list[Tensor]:
+    out = wire.all_reduce(ranks, together(xs))
+    return apart(out if divided_by == 1 else out.div_(divided_by), [x.shape for x in xs])

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING
 
 from allgrad import wire
 from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.arguments import (
+    Nest,
     Sizes,
+    Taken,
     announce,
     attempt,
+    exchange,
     given_sizes,
     require_fit,
     shares,
-    vector_at_least,
+    take,
 )
 from allgrad.errors import InputError
-from allgrad.ragged import join, lay_out
+from allgrad.ragged import Cut
 from allgrad.transforms import apply
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from allgrad.wire import Group, GroupLike
@@ -29,13 +33,13 @@ __all__ = ["all_to_all", "exchange_pair"]
 
 
 def all_to_all(
-    x: Tensor,
+    x: Nest,
     dim: int = 0,
     *,
     send_sizes: Sizes = None,
     recv_sizes: Sizes = None,
     group: GroupLike = None,
-) -> Tensor:
+) -> Nest:
     """Send block ``r`` of ``x`` to rank ``r``; join what arrives in rank order.
 
         rank 0   [ a0 | a1 a1 | a2 ]         [ a0 | b0 b0 | c0 ]
@@ -54,45 +58,46 @@ def all_to_all(
     if isinstance(send_sizes, str) and recv_sizes is None:
         recv_sizes = send_sizes
 
-    def check() -> tuple[Tensor, int, tuple[int, ...], tuple[int, ...] | None]:
-        tensor, axis = vector_at_least("all_to_all", x, dim)
-        send = shares("all_to_all", ranks, tensor.shape[axis], send_sizes, "send_sizes")
+    def check() -> tuple[Taken[Nest], Cut, Cut | None]:
+        taken = take("all_to_all", x)
+        dims = taken.dims("all_to_all", dim)
+        taken = taken.at_least_vectors()
+        lengths = [t.shape[axis] for t, axis in zip(taken.tensors, dims, strict=True)]
+        send = [shares("all_to_all", ranks, n, send_sizes, "send_sizes") for n in lengths]
         if recv_sizes is None:
-            return tensor, axis, send, None
+            return taken, Cut(dims, tuple(send)), None
         if isinstance(recv_sizes, str) and recv_sizes == "equal":
-            return tensor, axis, send, (send[ranks.rank],) * ranks.size
-        return tensor, axis, send, given_sizes("all_to_all", ranks, recv_sizes, "recv_sizes")
+            receive = [(sizes[ranks.rank],) * ranks.size for sizes in send]
+        else:
+            given = given_sizes("all_to_all", ranks, recv_sizes, "recv_sizes")
+            receive = [given for _ in lengths]
+        return taken, Cut(dims, tuple(send)), Cut(dims, tuple(receive))
 
     checked = attempt(check, others_wait=recv_sizes is None and ranks.size > 1)
     if isinstance(checked, InputError):
-        announce("all_to_all", ranks, x, checked)
-    assert not isinstance(checked, InputError)
-    tensor, axis, send, receive = checked
+        raise announce("all_to_all", ranks, x, checked)
+    taken, send, receive = checked
     if receive is None:
-        heard = announce("all_to_all", ranks, tensor, axis, send)
-        require_fit("all_to_all", heard, axis)
-        receive = tuple(a.count for a in heard)
-    return apply(exchange_pair(ranks, send, receive, axis), tensor)
+        heard = exchange("all_to_all", ranks, taken, send.dims, send.sizes)
+        require_fit("all_to_all", taken, heard, free=True)
+        arriving = zip(*([b.amount for b in a.tensors] for a in heard), strict=True)
+        receive = Cut(send.dims, tuple(arriving))
+    into = receive
+    return taken.run(
+        lambda which, xs: apply(exchange_pair(ranks, send.of(which), into.of(which)), xs)
+    )
 
 
-def exchange_pair(
-    ranks: Group, send: tuple[int, ...], receive: tuple[int, ...], dim: int
-) -> AdjointPair:
+def exchange_pair(ranks: Group, send: Cut, receive: Cut) -> AdjointPair:
     """Blocks of ``send`` sizes out, blocks of ``receive`` sizes in; swapped in the adjoint."""
 
-    def exchange(x: Tensor, out: tuple[int, ...], into: tuple[int, ...]) -> Tensor:
-        others = prod(x.shape[:dim]) * prod(x.shape[dim + 1 :])
-        flat = wire.all_to_all(
-            ranks,
-            lay_out(x, out, dim),
-            [size * others for size in out],
-            [size * others for size in into],
-        )
-        return join(flat, x.shape, into, dim)
+    def move(xs: Sequence[Tensor], out: Cut, into: Cut) -> list[Tensor]:
+        flat = wire.all_to_all(ranks, out.lay_out(xs), out.counts(xs), into.counts(xs))
+        return into.join(flat, xs)
 
     return AdjointPair(
         "all_to_all",
         "all_to_all",
-        lambda x: exchange(x, send, receive),
-        lambda x: exchange(x, receive, send),
+        lambda xs: move(xs, send, receive),
+        lambda xs: move(xs, receive, send),
     )

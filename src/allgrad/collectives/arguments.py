@@ -1,53 +1,101 @@
-"""What callers pass, checked: tensors, dimensions, ranks, and sizes given or found."""
+"""What callers pass, checked: nests of tensors, dimensions, ranks, and sizes given or found."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from allgrad import agreement
-from allgrad.agreement import Announcement
+from allgrad.agreement import Announcement, Brought
+from allgrad.containers import Frame, split_tensors
 from allgrad.errors import GroupError, InputError, SizesError, TensorError
-from allgrad.ragged import even
+from allgrad.ragged import Cut, even
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from allgrad.wire import Group
 
 __all__ = [
     "Grad",
+    "Nest",
     "Sizes",
+    "Taken",
     "announce",
     "attempt",
     "check_grad",
     "check_rank",
-    "check_tensor",
-    "dim_from_front",
     "given_sizes",
-    "held",
-    "pieces",
+    "own_pieces",
     "require_fit",
     "shares",
-    "vector_at_least",
+    "take",
 ]
-
-T = TypeVar("T")
 
 Grad: TypeAlias = Literal["sum", "same", "none"]
 Sizes: TypeAlias = Sequence[int] | Literal["equal"] | None
+Nest = TypeVar("Nest")
+T = TypeVar("T")
 
 
-def check_tensor(op: str, x: object) -> Tensor:
-    """Let through what can travel: a dense tensor."""
-    if not isinstance(x, Tensor):
+class Taken(NamedTuple, Generic[Nest]):
+    """The tensors of a nest, and the nest to put their results into."""
+
+    tensors: list[Tensor]
+    frame: Frame | None
+
+    def put_back(self, results: Sequence[object]) -> Any:
+        return results[0] if self.frame is None else self.frame(results)
+
+    def names(self) -> list[str]:
+        return [""] if self.frame is None else self.frame.names()
+
+    def dims(self, op: str, dim: object) -> tuple[int, ...]:
+        """The dim of each tensor, counted from the front."""
+        return tuple(_dim_from_front(op, tensor, dim) for tensor in self.tensors)
+
+    def at_least_vectors(self) -> Taken[Nest]:
+        """A tensor without dimensions becomes a vector of one."""
+        vectors = [tensor if tensor.dim() else tensor.reshape(1) for tensor in self.tensors]
+        return Taken(vectors, self.frame)
+
+    def by_dtype(self) -> list[list[int]]:
+        """Which tensors travel together: those of one dtype, on one device."""
+        if len(self.tensors) == 1:
+            return [[0]]
+        together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for i, tensor in enumerate(self.tensors):
+            together.setdefault((tensor.dtype, tensor.device), []).append(i)
+        return list(together.values())
+
+    def run(self, call: Callable[[list[int], list[Tensor]], Sequence[Tensor]]) -> Nest:
+        """Call once for each dtype, with the tensors' numbers and the tensors; put back the results."""
+        results: list[Tensor] = list(self.tensors)
+        for numbers in self.by_dtype():
+            done = call(numbers, [self.tensors[i] for i in numbers])
+            for i, result in zip(numbers, done, strict=True):
+                results[i] = result
+        return cast("Nest", self.put_back(results))
+
+
+def take(op: str, x: Nest) -> Taken[Nest]:
+    """Take the tensors out of a nest, and let through only what can travel."""
+    if isinstance(x, Tensor):
+        _check_tensor(op, x)
+        return Taken([x], None)
+    tensors, frame = split_tensors(x)
+    if not tensors and frame.structure.num_leaves:
         raise TensorError(
             f"{op}: x is {type(x).__name__}, not a tensor.\nGive every rank a tensor."
         )
+    for tensor in tensors:
+        _check_tensor(op, tensor)
+    return Taken(tensors, frame)
+
+
+def _check_tensor(op: str, x: Tensor) -> None:
     if hasattr(x, "device_mesh"):
         raise TensorError(f"{op}: x is a DTensor.\nGive its local piece, x.to_local().")
     if x.is_nested or x.layout != torch.strided:
@@ -61,10 +109,11 @@ def check_tensor(op: str, x: object) -> Tensor:
         raise TensorError(
             f"{op}: x has {x.dim()} dimensions.\nReshape it to at most {agreement.MAX_DIMS}."
         )
-    return x
 
 
-def check_grad(op: str, grad: object, known: Sequence[str] = ("sum", "same", "none")) -> None:
+def check_grad(op: str, grad: object) -> None:
+    """Let through a known meaning of the gradient."""
+    known = ("sum", "same", "none")
     if grad not in known:
         raise InputError(f"{op}: there is no grad={grad!r}.\nUse one of {list(known)}.")
 
@@ -80,8 +129,7 @@ def check_rank(op: str, group: Group, name: str, rank: object) -> int:
     return value
 
 
-def dim_from_front(op: str, x: Tensor, dim: object) -> int:
-    """Count ``dim`` from the front; a tensor without dimensions counts as a vector of one."""
+def _dim_from_front(op: str, x: Tensor, dim: object) -> int:
     value, dims = _index(dim), max(x.dim(), 1)
     if value is None or not -dims <= value < dims:
         raise InputError(
@@ -94,9 +142,9 @@ def dim_from_front(op: str, x: Tensor, dim: object) -> int:
 def given_sizes(op: str, group: Group, sizes: Sizes, name: str = "sizes") -> tuple[int, ...]:
     """Let through sizes by rank: one whole number from 0 up for each."""
     assert sizes is not None
-    values = None if isinstance(sizes, str) else [_index(size) for size in sizes]
-    if values is None:
+    if isinstance(sizes, str):
         raise SizesError(f'{op}: {name}={sizes!r}.\nGive None, "equal", or one size for each rank.')
+    values = [_index(size) for size in sizes]
     if len(values) != group.size:
         raise SizesError(
             f"{op}: {name} has {len(values)} entries for a group of {group.size} ranks.\n"
@@ -130,10 +178,8 @@ def shares(
     return values
 
 
-def held(op: str, group: Group, length: int, sizes: Sizes) -> tuple[int, ...] | None:
-    """What each rank holds, as far as the caller says; ``None`` when that must be found out."""
-    if sizes is None:
-        return (length,) if group.size == 1 else None
+def _held(op: str, group: Group, length: int, sizes: Sizes) -> tuple[int, ...]:
+    """What each rank holds, as the caller says."""
     if isinstance(sizes, str) and sizes == "equal":
         return (length,) * group.size
     values = given_sizes(op, group, sizes)
@@ -145,33 +191,32 @@ def held(op: str, group: Group, length: int, sizes: Sizes) -> tuple[int, ...] | 
     return values
 
 
-def pieces(
-    op: str, group: Group, x: object, dim: object, sizes: Sizes
-) -> tuple[Tensor, int, tuple[int, ...]]:
-    """Check a piece of a ragged whole: the tensor, dim from the front, what each rank holds.
+def own_pieces(
+    op: str, group: Group, x: Nest, dim: object, sizes: Sizes
+) -> tuple[Taken[Nest], Cut]:
+    """Check pieces of a ragged whole, and find what each rank holds of it.
 
     With ``sizes=None`` a mistake on one rank is told to all of them in the size exchange.
     """
 
-    def check() -> tuple[Tensor, int, tuple[int, ...] | None]:
-        tensor, axis = vector_at_least(op, x, dim)
-        return tensor, axis, held(op, group, tensor.shape[axis], sizes)
+    def check() -> tuple[Taken[Nest], tuple[int, ...]]:
+        taken = take(op, x)
+        dims = taken.dims(op, dim)
+        return taken.at_least_vectors(), dims
 
-    checked = attempt(check, others_wait=sizes is None and group.size > 1)
-    if not isinstance(checked, InputError) and checked[2] is not None:
-        return checked[0], checked[1], checked[2]
-    heard = announce(op, group, x, checked if isinstance(checked, InputError) else checked[1])
-    assert not isinstance(checked, InputError)
-    tensor, axis, _ = checked
-    require_fit(op, heard, axis)
-    return tensor, axis, tuple(a.shape[axis] for a in heard)
-
-
-def vector_at_least(op: str, x: object, dim: object) -> tuple[Tensor, int]:
-    """Check a tensor and its dim; one without dimensions becomes a vector of one."""
-    tensor = check_tensor(op, x)
-    axis = dim_from_front(op, tensor, dim)
-    return (tensor if tensor.dim() else tensor.reshape(1)), axis
+    find_out = sizes is None and group.size > 1
+    checked = attempt(check, others_wait=find_out)
+    if isinstance(checked, InputError):
+        raise announce(op, group, x, checked)
+    taken, dims = checked
+    lengths = [t.shape[d] for t, d in zip(taken.tensors, dims, strict=True)]
+    if not find_out:
+        known = "equal" if sizes is None else sizes
+        return taken, Cut(dims, tuple(_held(op, group, n, known) for n in lengths))
+    heard = exchange(op, group, taken, dims)
+    require_fit(op, taken, heard, free=True)
+    found = zip(*([b.shape[b.dim] for b in a.tensors] for a in heard), strict=True)
+    return taken, Cut(dims, tuple(found))
 
 
 def attempt(check: Callable[[], T], *, others_wait: bool) -> T | InputError:
@@ -184,68 +229,95 @@ def attempt(check: Callable[[], T], *, others_wait: bool) -> T | InputError:
         return error
 
 
-def announce(
+def exchange(
     op: str,
     group: Group,
-    x: object,
-    dim: int | InputError,
-    counts: Sequence[int] | None = None,
+    taken: Taken[Any],
+    dims: Sequence[int],
+    counts: Sequence[Sequence[int]] | None = None,
 ) -> list[Announcement]:
-    """Tell all ranks what this one brings, or its problem; raise if any of them has one."""
-    shown = x if isinstance(x, Tensor) and x.dim() <= agreement.MAX_DIMS else None
-    device = torch.get_default_device() if shown is None else shown.device
-    shape = () if shown is None else tuple(shown.shape) or (1,)
-    dtype = shown.dtype if shown is not None and shown.dtype in agreement.DTYPES else None
-    if isinstance(dim, InputError):
-        mine = Announcement(op, dtype, shape, 0, problem=dim)
-    else:
-        mine = Announcement(op, dtype, shape, dim)
-    return agreement.exchange(group, mine, device, counts)
+    """Tell all ranks what this one brings; raise if any of them has a problem with its own."""
+    brought = tuple(
+        Brought(t.dtype, tuple(t.shape), dim) for t, dim in zip(taken.tensors, dims, strict=True)
+    )
+    names = 0 if taken.frame is None else agreement.hash_names(taken.names())
+    device = taken.tensors[0].device if taken.tensors else torch.get_default_device()
+    return agreement.exchange(group, Announcement(op, brought, names), device, counts)
 
 
-def require_fit(op: str, heard: Sequence[Announcement], free_dim: int | None) -> None:
-    """Raise on every rank unless all pieces agree in everything but their length in one dim."""
-    rule = f"pieces may differ along dim {free_dim} only" if free_dim is not None else "all alike"
+def announce(op: str, group: Group, x: object, problem: InputError) -> InputError:
+    """Tell all ranks of this one's problem; what comes back is raised everywhere."""
+    brought: tuple[Brought, ...] = ()
+    device = torch.get_default_device()
+    if isinstance(x, Tensor):
+        device = x.device
+        if x.dim() <= agreement.MAX_DIMS:
+            dtype = x.dtype if x.dtype in agreement.DTYPES else None
+            brought = (Brought(dtype, tuple(x.shape), 0),)
+    try:
+        agreement.exchange(group, Announcement(op, brought, problem=problem), device)
+    except InputError as told:
+        return told
+    return problem
+
+
+def require_fit(op: str, taken: Taken[Any], heard: Sequence[Announcement], *, free: bool) -> None:
+    """Raise on every rank unless the pieces agree in everything but, if free, their length in dim."""
+    rows = [", ".join(str(b) for b in a.tensors[:3]) or "no tensor" for a in heard]
     agreement.require_alike(
-        heard,
-        lambda a: a.op,
+        [a.op for a in heard],
+        rows,
         f"{op}: the ranks called different collectives.",
-        lambda a, _: f"called {a.op}",
+        lambda odd, _: f"called {heard[odd].op}",
         "Call the same collectives in the same order on every rank.",
     )
     agreement.require_alike(
-        heard,
-        lambda a: a.dtype,
-        f"{op}: pieces have one dtype.",
-        lambda _, usual: f"not {str(usual.dtype).removeprefix('torch.')}",
+        [(len(a.tensors), a.names) for a in heard],
+        [f"{len(a.tensors)} tensors" for a in heard],
+        f"{op}: the ranks bring nests of one structure.",
+        lambda _, __: "another structure",
+        "Give every rank the same containers, keys and lengths, with tensors in the same places.",
+    )
+    for i, name in enumerate(taken.names()):
+        _require_one_fits(
+            f"{op}: {name}: " if name else f"{op}: ", [a.tensors[i] for a in heard], free
+        )
+
+
+def _require_one_fits(op: str, heard: list[Brought], free: bool) -> None:
+    rows = [str(b) for b in heard]
+    agreement.require_alike(
+        [b.dtype for b in heard],
+        rows,
+        f"{op}pieces have one dtype.",
+        lambda _, usual: f"not {str(heard[usual].dtype).removeprefix('torch.')}",
         "Cast the pieces to one dtype before the call.",
     )
     agreement.require_alike(
-        heard,
-        lambda a: len(a.shape),
-        f"{op}: pieces have one number of dimensions.",
-        lambda a, usual: f"{len(a.shape)} dimensions, not {len(usual.shape)}",
+        [len(b.shape) for b in heard],
+        rows,
+        f"{op}pieces have one number of dimensions.",
+        lambda odd, usual: f"{len(heard[odd].shape)} dimensions, not {len(heard[usual].shape)}",
         "Reshape the pieces before the call.",
     )
-    if free_dim is not None:
-        agreement.require_alike(
-            heard,
-            lambda a: a.dim,
-            f"{op}: the ranks name one dim.",
-            lambda a, usual: f"dim {a.dim}, not {usual.dim}",
-            "Give every rank the same dim.",
-            row=lambda a: f"{agreement.describe(a)}, dim {a.dim}",
-        )
+    agreement.require_alike(
+        [b.dim for b in heard],
+        [f"{b}, dim {b.dim}" for b in heard],
+        f"{op}the ranks name one dim.",
+        lambda odd, usual: f"dim {heard[odd].dim}, not {heard[usual].dim}",
+        "Give every rank the same dim.",
+    )
+    free_dim = heard[0].dim if free else -1
+    rule = f"pieces may differ along dim {free_dim} only" if free else "all ranks have one shape"
     for other in range(len(heard[0].shape)):
-        if other == free_dim:
-            continue
-        agreement.require_alike(
-            heard,
-            operator.attrgetter("shape") if free_dim is None else lambda a, d=other: a.shape[d],  # type: ignore[misc]
-            f"{op}: {rule}.",
-            lambda _, __, d=other: f"differs in dim {d}",  # type: ignore[misc]
-            f"Give every rank the same length in dim {other} before the call.",
-        )
+        if other != free_dim:
+            agreement.require_alike(
+                [b.shape[other] for b in heard],
+                rows,
+                f"{op}{rule}.",
+                lambda _, __, d=other: f"differs in dim {d}",  # type: ignore[misc]
+                f"Give every rank the same length in dim {other} before the call.",
+            )
 
 
 def _index(value: object) -> int | None:

@@ -8,12 +8,14 @@ import torch
 
 from allgrad import reductions, wire
 from allgrad.adjoint_pair import AdjointPair
-from allgrad.collectives.arguments import Grad, check_grad, check_rank, check_tensor
+from allgrad.collectives.arguments import Grad, Nest, check_grad, check_rank, take
 from allgrad.collectives.gather import to_one_pair
-from allgrad.ragged import plain
+from allgrad.ragged import Cut, apart, together
 from allgrad.transforms import apply
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from allgrad.wire import Group, GroupLike
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["broadcast", "reduce"]
 
 
-def broadcast(x: Tensor, src: int = 0, *, group: GroupLike = None, grad: Grad = "sum") -> Tensor:
+def broadcast(x: Nest, src: int = 0, *, group: GroupLike = None, grad: Grad = "sum") -> Nest:
     """Give every rank what ``src`` holds.
 
         rank 0   [ a ]         [ a ]
@@ -42,16 +44,13 @@ def broadcast(x: Tensor, src: int = 0, *, group: GroupLike = None, grad: Grad = 
     Cost: one collective each way.
     """
     ranks = wire.resolve("broadcast", group)
-    check_tensor("broadcast", x)
     check_grad("broadcast", grad)
     src = check_rank("broadcast", ranks, "src", src)
     pair = _once_pair(ranks, src) if grad == "same" else _sum_pair(ranks, src)
-    return apply(pair, x, stop=grad == "none")
+    return take("broadcast", x).run(lambda _, xs: apply(pair, xs, stop=grad == "none"))
 
 
-def reduce(
-    x: Tensor, dst: int = 0, op: reductions.Op = "sum", *, group: GroupLike = None
-) -> Tensor:
+def reduce(x: Nest, dst: int = 0, op: reductions.Op = "sum", *, group: GroupLike = None) -> Nest:
     """Reduce over ranks, and give ``dst`` the result; the others get zeros.
 
         rank 0   [ a ]         [ a+b+c ]
@@ -70,31 +69,41 @@ def reduce(
     to ``dst``.
     """
     ranks = wire.resolve("reduce", group)
-    check_tensor("reduce", x)
     dst = check_rank("reduce", ranks, "dst", dst)
-    reduction = reductions.find("reduce", op, x.dtype)
+    taken = take("reduce", x)
+    found = [reductions.find("reduce", op, t.dtype) for t in taken.tensors]
+    return taken.run(lambda which, xs: _reduce(ranks, found[which[0]], xs, dst))
+
+
+def _reduce(
+    ranks: Group, reduction: reductions.Reduction, xs: Sequence[Tensor], dst: int
+) -> Sequence[Tensor]:
     if reduction.linear:
         divided_by = 1 if reduction.name == "sum" else ranks.size
-        return apply(_sum_pair(ranks, dst, divided_by).adjoint, x)
-    rows = apply(to_one_pair(ranks, (1,) * ranks.size, 0, dst), x.unsqueeze(0))
+        return apply(_sum_pair(ranks, dst, divided_by).adjoint, xs)
+    rows = Cut((0,) * len(xs), ((1,) * ranks.size,) * len(xs))
+    stacked = apply(to_one_pair(ranks, rows, dst), [x.unsqueeze(0) for x in xs])
     if ranks.rank == dst:
-        return reduction.stacked(rows, 0)
-    return torch.zeros_like(x) if x.dtype == torch.bool else rows.sum(0, dtype=x.dtype)
+        return [reduction.stacked(t, 0) for t in stacked]
+    # The sum of no rows: zeros that stay in the graph, for backward needs everyone.
+    return [t.any(0) if t.dtype == torch.bool else t.sum(0, dtype=t.dtype) for t in stacked]
 
 
 def _sum_pair(ranks: Group, root: int, divided_by: int = 1) -> AdjointPair:
-    def send(x: Tensor) -> Tensor:
-        return _divide(wire.broadcast(ranks, plain(x).view(-1), root), divided_by).view(x.shape)
+    def send(xs: Sequence[Tensor]) -> list[Tensor]:
+        out = wire.broadcast(ranks, together(xs), root)
+        return apart(_divide(out, divided_by), [x.shape for x in xs])
 
-    def collect(x: Tensor) -> Tensor:
-        return _divide(wire.reduce(ranks, plain(x).view(-1), root), divided_by).view(x.shape)
+    def collect(xs: Sequence[Tensor]) -> list[Tensor]:
+        out = wire.reduce(ranks, together(xs), root)
+        return apart(_divide(out, divided_by), [x.shape for x in xs])
 
     return AdjointPair("broadcast", "reduce", send, collect)
 
 
 def _once_pair(ranks: Group, src: int) -> AdjointPair:
-    def keep(x: Tensor) -> Tensor:
-        return x.clone() if ranks.rank == src else torch.zeros_like(x)
+    def keep(xs: Sequence[Tensor]) -> list[Tensor]:
+        return [x.clone() if ranks.rank == src else torch.zeros_like(x) for x in xs]
 
     return AdjointPair("broadcast", "keep on src", _sum_pair(ranks, src).forward, keep)
 

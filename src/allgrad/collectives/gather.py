@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allgrad import agreement, wire
+from allgrad import wire
 from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.arguments import (
+    Nest,
     Sizes,
+    Taken,
     announce,
     attempt,
     check_rank,
-    pieces,
+    exchange,
+    own_pieces,
     require_fit,
     shares,
-    vector_at_least,
+    take,
 )
 from allgrad.errors import InputError, TensorError, rank_table
-from allgrad.ragged import join, lay_out, plain
+from allgrad.ragged import Cut, apart, together
 from allgrad.transforms import apply
 
 if TYPE_CHECKING:
@@ -28,15 +30,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from allgrad.agreement import Announcement
+    from allgrad.agreement import Announcement, Brought
     from allgrad.wire import Group, GroupLike
 
 __all__ = ["gather", "scatter", "to_one_pair"]
 
 
 def gather(
-    x: Tensor, dst: int = 0, dim: int = 0, *, sizes: Sizes = None, group: GroupLike = None
-) -> Tensor:
+    x: Nest, dst: int = 0, dim: int = 0, *, sizes: Sizes = None, group: GroupLike = None
+) -> Nest:
     """Give ``dst`` all pieces, joined along ``dim`` in rank order; the others get an empty piece.
 
         rank 0   [ a a ]              [ a a | b | c c c ]
@@ -55,18 +57,18 @@ def gather(
     """
     ranks = wire.resolve("gather", group)
     dst = check_rank("gather", ranks, "dst", dst)
-    x, dim, found = pieces("gather", ranks, x, dim, sizes)
-    return apply(to_one_pair(ranks, found, dim, dst), x)
+    taken, cut = own_pieces("gather", ranks, x, dim, sizes)
+    return taken.run(lambda which, xs: apply(to_one_pair(ranks, cut.of(which), dst), xs))
 
 
 def scatter(
-    x: Tensor | None,
+    x: Any,
     src: int = 0,
     dim: int = 0,
     *,
     sizes: Sizes = None,
     group: GroupLike = None,
-) -> Tensor:
+) -> Any:
     """Cut what ``src`` holds along ``dim``, and give each rank its piece.
 
         rank 0   [ a a | b | c c c ]         [ a a ]
@@ -80,80 +82,88 @@ def scatter(
         rank 2   -                           [ C C C ]
 
     ``sizes`` are read on ``src``; ``None`` cuts as evenly as possible. Off ``src`` a tensor that
-    is empty along ``dim`` may stand for None; it then has an (empty) gradient.
+    is empty along ``dim`` may stand for None; it then has an (empty) gradient. A nest off ``src``
+    has None or such tensors in its places.
 
     Cost: one collective each way, and one exchange in which ``src`` tells shape and dtype.
     """
     ranks = wire.resolve("scatter", group)
     src = check_rank("scatter", ranks, "src", src)
 
-    def check() -> tuple[Tensor | None, int, tuple[int, ...]]:
-        here = ranks.rank == src
-        if x is None and here:
+    here = ranks.rank == src
+
+    def check() -> tuple[Taken[Any], Cut]:
+        if here and x is None:
             raise TensorError("scatter: x is None on src.\nGive src the tensor to cut.")
-        if x is None:
-            return None, 0, ()
-        tensor, axis = vector_at_least("scatter", x, dim)
+        taken = Taken([], None) if x is None else take("scatter", x)
+        dims = taken.dims("scatter", dim)
+        taken = taken.at_least_vectors()
+        lengths = [t.shape[axis] for t, axis in zip(taken.tensors, dims, strict=True)]
         if here:
-            return tensor, axis, shares("scatter", ranks, tensor.shape[axis], sizes)
-        if tensor.shape[axis]:
+            return taken, Cut(dims, tuple(shares("scatter", ranks, n, sizes) for n in lengths))
+        if any(lengths):
             raise TensorError("scatter: only src holds x.\nPass None on the other ranks.")
-        return tensor, axis, ()
+        return taken, Cut(dims, tuple((0,) * ranks.size for _ in lengths))
 
     checked = attempt(check, others_wait=ranks.size > 1)
     if isinstance(checked, InputError):
-        announce("scatter", ranks, x, checked)
-    assert not isinstance(checked, InputError)
-    whole, axis, cut = checked
-    told = _source(announce("scatter", ranks, whole, axis, cut or None), src)
-    if whole is None:
-        shape = [*told.shape[: told.dim], 0, *told.shape[told.dim + 1 :]]
-        device = wire.message_device(ranks, torch.get_default_device())
-        whole = torch.empty(shape, dtype=told.dtype, device=device)
-    if ranks.rank != src:
-        cut = tuple(told.count if rank == ranks.rank else 0 for rank in range(ranks.size))
-    return apply(to_one_pair(ranks, cut, told.dim, src).adjoint, whole)
+        raise announce("scatter", ranks, x, checked)
+    taken, cut = checked
+    heard = exchange("scatter", ranks, taken, cut.dims, cut.sizes)
+    told = _source(taken, heard, src)
+    if not here:
+        taken = taken if taken.tensors else _empty(ranks, told)
+        own = ((b.amount if r == ranks.rank else 0 for r in range(ranks.size)) for b in told)
+        cut = Cut(tuple(b.dim for b in told), tuple(tuple(sizes) for sizes in own))
+    return taken.run(lambda which, xs: apply(to_one_pair(ranks, cut.of(which), src).adjoint, xs))
 
 
-def to_one_pair(ranks: Group, sizes: Sequence[int], dim: int, root: int) -> AdjointPair:
-    """Gather <-> scatter. Off ``root`` only the own entry of ``sizes`` is looked at."""
-    here, own = ranks.rank == root, sizes[ranks.rank]
-
-    def counts(x: Tensor) -> tuple[list[int], list[int]]:
-        """What the pieces' side sends, and what the root's side receives."""
-        others = prod(x.shape[:dim]) * prod(x.shape[dim + 1 :])
-        out = [own * others if rank == root else 0 for rank in range(ranks.size)]
-        into = [size * others if here else 0 for size in sizes]
-        return out, into
-
-    def collect(x: Tensor) -> Tensor:
-        out, into = counts(x)
-        flat = wire.all_to_all(ranks, plain(x).view(-1), out, into)
-        if here:
-            return join(flat, x.shape, sizes, dim)
-        return flat.view([*x.shape[:dim], 0, *x.shape[dim + 1 :]])
-
-    def deal(x: Tensor) -> Tensor:
-        out, into = counts(x)
-        flat = lay_out(x, sizes, dim) if here else x.new_empty(0)
-        mine = wire.all_to_all(ranks, flat, into, out)
-        return mine.view([*x.shape[:dim], own, *x.shape[dim + 1 :]])
-
-    return AdjointPair("gather", "scatter", collect, deal)
-
-
-def _source(heard: Sequence[Announcement], src: int) -> Announcement:
+def _source(taken: Taken[Any], heard: Sequence[Announcement], src: int) -> tuple[Brought, ...]:
     """What src tells, once every rank agrees that it is src and fits it."""
-    told = heard[src]
-    rows = [agreement.describe(a) for a in heard]
-    if told.dtype is None or any(a.shape and a.shape[a.dim] for a in heard if a is not told):
+    told = heard[src].tensors
+    if not told or any(b.shape[b.dim] for r, a in enumerate(heard) if r != src for b in a.tensors):
         raise TensorError(
             rank_table(
                 "scatter: src holds the tensor to cut.",
-                rows,
+                [", ".join(str(b) for b in a.tensors) or "no tensor" for a in heard],
                 {src: "is src for some rank"},
                 "Give every rank the same src.",
             )
         )
-    require_fit("scatter", [a for a in heard if a.dtype is not None], told.dim)
+    if taken.tensors:
+        require_fit("scatter", taken, [a for a in heard if a.tensors], free=True)
     return told
+
+
+def _empty(ranks: Group, told: Sequence[Brought]) -> Taken[Any]:
+    """Stands for None on a rank that only receives."""
+    device = wire.message_device(ranks, torch.get_default_device())
+    shapes = [[*b.shape[: b.dim], 0, *b.shape[b.dim + 1 :]] for b in told]
+    tensors = [
+        torch.empty(shape, dtype=b.dtype, device=device)
+        for shape, b in zip(shapes, told, strict=True)
+    ]
+    return Taken(tensors, None)
+
+
+def to_one_pair(ranks: Group, cut: Cut, root: int) -> AdjointPair:
+    """Gather <-> scatter. Off ``root`` only the own sizes are looked at."""
+    here = ranks.rank == root
+
+    def counts(xs: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+        """What the pieces' side sends, and what the root's side receives."""
+        by_rank = cut.counts(xs)
+        out = [by_rank[ranks.rank] if rank == root else 0 for rank in range(ranks.size)]
+        return out, by_rank if here else [0] * ranks.size
+
+    def collect(xs: Sequence[Tensor]) -> list[Tensor]:
+        out, into = counts(xs)
+        flat = wire.all_to_all(ranks, together(xs), out, into)
+        return cut.join(flat, xs) if here else apart(flat, cut.none(xs))
+
+    def deal(xs: Sequence[Tensor]) -> list[Tensor]:
+        out, into = counts(xs)
+        flat = cut.lay_out(xs) if here else xs[0].new_empty(0)
+        return apart(wire.all_to_all(ranks, flat, into, out), cut.shapes(xs, ranks.rank))
+
+    return AdjointPair("gather", "scatter", collect, deal)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING
 
 from allgrad import wire
 from allgrad.adjoint_pair import AdjointPair
-from allgrad.collectives.arguments import Sizes, check_rank, pieces
+from allgrad.collectives.arguments import Nest, Sizes, check_rank, own_pieces
 from allgrad.errors import GroupError, InputError
-from allgrad.ragged import plain
+from allgrad.ragged import Cut, apart, together
 from allgrad.transforms import apply
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -23,13 +22,13 @@ __all__ = ["permute", "permute_pair", "shift"]
 
 
 def permute(
-    x: Tensor,
+    x: Nest,
     pairs: Iterable[tuple[int, int]],
     *,
     dim: int = 0,
     sizes: Sizes = None,
     group: GroupLike = None,
-) -> Tensor:
+) -> Nest:
     """Send pieces from rank to rank, as ``(from, to)`` pairs say.
 
         pairs = [(0, 1), (1, 2)]
@@ -52,19 +51,19 @@ def permute(
     """
     ranks = wire.resolve("permute", group)
     to = _destinations("permute", ranks, pairs)
-    x, dim, found = pieces("permute", ranks, x, dim, sizes)
-    return apply(permute_pair(ranks, to, found, dim), x)
+    taken, cut = own_pieces("permute", ranks, x, dim, sizes)
+    return taken.run(lambda which, xs: apply(permute_pair(ranks, to, cut.of(which)), xs))
 
 
 def shift(
-    x: Tensor,
+    x: Nest,
     offset: int = 1,
     *,
     wrap: bool = True,
     dim: int = 0,
     sizes: Sizes = None,
     group: GroupLike = None,
-) -> Tensor:
+) -> Nest:
     """Send the piece ``offset`` ranks on, around the end unless ``wrap=False``.
 
         rank 0   [ a a ]              [ c c c ]
@@ -84,33 +83,34 @@ def shift(
         raise InputError(f"shift: offset={offset!r} is not a whole number.\nGive ranks to move on.")
     landing = ((rank, rank + offset) for rank in range(ranks.size))
     to = {a: b % ranks.size for a, b in landing if wrap or 0 <= b < ranks.size}
-    x, dim, found = pieces("permute", ranks, x, dim, sizes)
-    return apply(permute_pair(ranks, to, found, dim), x)
+    taken, cut = own_pieces("permute", ranks, x, dim, sizes)
+    return taken.run(lambda which, xs: apply(permute_pair(ranks, to, cut.of(which)), xs))
 
 
-def permute_pair(
-    ranks: Group, to: Mapping[int, int], sizes: tuple[int, ...], dim: int
-) -> AdjointPair:
+def permute_pair(ranks: Group, to: Mapping[int, int], cut: Cut) -> AdjointPair:
     """Pieces to where ``to`` says <-> pieces back."""
     back = {b: a for a, b in to.items()}
-    landed = tuple(sizes[back.get(rank, rank)] for rank in range(ranks.size))
+    landed = (tuple(s[back.get(rank, rank)] for rank in range(ranks.size)) for s in cut.sizes)
+    after = Cut(cut.dims, tuple(landed))
 
-    def move(x: Tensor, to: Mapping[int, int], back: Mapping[int, int], length: int) -> Tensor:
-        shape = [*x.shape[:dim], length, *x.shape[dim + 1 :]]
+    def move(
+        xs: Sequence[Tensor], to: Mapping[int, int], back: Mapping[int, int], result: Cut
+    ) -> list[Tensor]:
         send, receive = [0] * ranks.size, [0] * ranks.size
         if ranks.rank in to:
-            send[to[ranks.rank]] = x.numel()
+            send[to[ranks.rank]] = sum(x.numel() for x in xs)
         if ranks.rank in back:
-            receive[back[ranks.rank]] = prod(shape)
-        sent = plain(x).view(-1) if ranks.rank in to else x.new_empty(0)
+            receive[back[ranks.rank]] = result.counts(xs)[ranks.rank]
+        sent = together(xs) if ranks.rank in to else xs[0].new_empty(0)
         got = wire.all_to_all(ranks, sent, send, receive)
-        return got.view(shape) if ranks.rank in back else x.new_zeros(shape)
+        shapes = result.shapes(xs, ranks.rank)
+        return apart(got, shapes) if ranks.rank in back else [xs[0].new_zeros(s) for s in shapes]
 
     return AdjointPair(
         "permute",
         "permute",
-        lambda x: move(x, to, back, landed[ranks.rank]),
-        lambda x: move(x, back, to, sizes[ranks.rank]),
+        lambda xs: move(xs, to, back, after),
+        lambda xs: move(xs, back, to, cut),
     )
 
 

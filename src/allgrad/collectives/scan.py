@@ -9,12 +9,14 @@ import torch
 from allgrad import reductions, wire
 from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.all_gather import gather_pair
-from allgrad.collectives.arguments import check_tensor
+from allgrad.collectives.arguments import Nest, take
 from allgrad.errors import ReductionError
-from allgrad.ragged import plain
+from allgrad.ragged import Cut, apart, together
 from allgrad.transforms import apply
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from allgrad.wire import Group, GroupLike
@@ -23,8 +25,8 @@ __all__ = ["scan"]
 
 
 def scan(
-    x: Tensor, op: reductions.Op = "sum", *, exclusive: bool = False, group: GroupLike = None
-) -> Tensor:
+    x: Nest, op: reductions.Op = "sum", *, exclusive: bool = False, group: GroupLike = None
+) -> Nest:
     """Reduce over this rank and those before it.
 
                                        exclusive=True
@@ -47,47 +49,52 @@ def scan(
     reductions gather all pieces.
     """
     ranks = wire.resolve("scan", group)
-    check_tensor("scan", x)
-    reduction = reductions.find("scan", op, x.dtype)
-    if reduction.empty is None and exclusive:
+    taken = take("scan", x)
+    found = [reductions.find("scan", op, t.dtype) for t in taken.tensors]
+    if exclusive and any(reduction.empty is None for reduction in found):
         raise ReductionError(
-            f"scan: rank 0 would get the {reduction.name} of nothing.\n"
+            f"scan: rank 0 would get the {found[0].name} of nothing.\n"
             "Use exclusive=False, or a sum divided by the rank where it is not 0."
         )
+    return taken.run(lambda which, xs: _scan(ranks, found[which[0]], xs, exclusive))
+
+
+def _scan(
+    ranks: Group, reduction: reductions.Reduction, xs: Sequence[Tensor], exclusive: bool
+) -> Sequence[Tensor]:
     if reduction.linear:
-        sums = apply(_prefix_pair(ranks, exclusive=exclusive), x)
-        return sums if reduction.name == "sum" else sums / (ranks.rank + 1)
-    rows = apply(gather_pair(ranks, (1,) * ranks.size, 0), x.unsqueeze(0))
-    before = rows[: ranks.rank if exclusive else ranks.rank + 1]
-    if before.shape[0]:
-        return reduction.stacked(before, 0)
+        sums = apply(_prefix_pair(ranks, exclusive), xs)
+        return sums if reduction.name == "sum" else [s / (ranks.rank + 1) for s in sums]
+    rows = Cut((0,) * len(xs), ((1,) * ranks.size,) * len(xs))
+    gathered = apply(gather_pair(ranks, rows), [x.unsqueeze(0) for x in xs])
+    upto = [t[: ranks.rank if exclusive else ranks.rank + 1] for t in gathered]
+    return [reduction.stacked(t, 0) if t.shape[0] else _of_nothing(reduction, t) for t in upto]
+
+
+def _of_nothing(reduction: reductions.Reduction, no_rows: Tensor) -> Tensor:
     assert reduction.empty is not None
-    nothing = x.new_full(x.shape, reduction.empty(x.dtype))
-    if x.dtype == torch.bool:
+    nothing = no_rows.new_full(no_rows.shape[1:], reduction.empty(no_rows.dtype))
+    if no_rows.dtype == torch.bool:
         return nothing
-    # Adding the empty sum keeps rank 0 in the graph: backward needs everyone.
-    return nothing + before.sum(0, dtype=x.dtype)
+    # Adding the sum of no rows keeps rank 0 in the graph: backward needs everyone.
+    return nothing + no_rows.sum(0, dtype=no_rows.dtype)
 
 
-def _prefix_pair(ranks: Group, *, exclusive: bool) -> AdjointPair:
-    return AdjointPair(
-        "scan",
-        "suffix scan",
-        lambda x: _prefix(ranks, x, 1, exclusive=exclusive),
-        lambda x: _prefix(ranks, x, -1, exclusive=exclusive),
-    )
+def _prefix_pair(ranks: Group, exclusive: bool) -> AdjointPair:
+    def sums(xs: Sequence[Tensor], step: int) -> list[Tensor]:
+        return apart(_prefix(ranks, together(xs), step, exclusive), [x.shape for x in xs])
+
+    return AdjointPair("scan", "suffix scan", lambda xs: sums(xs, 1), lambda xs: sums(xs, -1))
 
 
-def _prefix(ranks: Group, x: Tensor, step: int, *, exclusive: bool) -> Tensor:
-    """Sum what ranks ``- step, - 2 step, ...`` hold, by doubling the distance."""
-    total = plain(x).view(-1)
-    if exclusive:
-        total = _from_distance(ranks, total, step)
+def _prefix(ranks: Group, flat: Tensor, step: int, exclusive: bool) -> Tensor:
+    """Sum what this rank and ranks ``- step, - 2 step, ...`` hold, by doubling the distance."""
+    total = _from_distance(ranks, flat, step) if exclusive else flat.clone()
     distance = 1
     while distance < ranks.size:
-        total = total + _from_distance(ranks, total, step * distance)
+        total += _from_distance(ranks, total, step * distance)
         distance *= 2
-    return (total.clone() if total.data_ptr() == x.data_ptr() else total).view(x.shape)
+    return total
 
 
 def _from_distance(ranks: Group, flat: Tensor, distance: int) -> Tensor:

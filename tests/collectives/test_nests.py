@@ -1,0 +1,203 @@
+"""Nests: leaves of one dtype travel in one message, and each keeps its own gradient."""
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import allgrad as ag
+import reference
+from allgrad import wire
+from allgrad.errors import PieceMismatch, TensorError
+from exactness import grads, leaf, loss, random, same
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass
+class Batch:
+    image: torch.Tensor
+    labels: torch.Tensor
+    note: str
+
+
+WIRE_CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
+
+
+class Counted:
+    """Counts the wire's calls, the nested ones not."""
+
+    def __enter__(self):
+        self.calls, self.depth = [], 0
+        self.real = {name: getattr(wire, name) for name in WIRE_CALLS}
+        for name in WIRE_CALLS:
+            setattr(wire, name, self.counting(name))
+        return self.calls
+
+    def counting(self, name):
+        def call(*args):
+            if self.depth == 0:
+                self.calls.append(name)
+            self.depth += 1
+            try:
+                return self.real[name](*args)
+            finally:
+                self.depth -= 1
+
+        return call
+
+    def __exit__(self, *_):
+        for name, call in self.real.items():
+            setattr(wire, name, call)
+
+
+def nest(rank):
+    return {
+        "b": [leaf(random((rank + 1, 2), rank)), leaf(random((2, 3, 2), rank + 10))],
+        "a": Pair(leaf(random((rank + 2, 1), rank + 20)), torch.arange(rank + 1)),
+    }
+
+
+CALLS = {
+    "all_gather": (ag.all_gather, lambda xs: reference.all_gather(xs, 0)),
+    "gather": (lambda x: ag.gather(x, 1), lambda xs: reference.gather(xs, 1)),
+    "all_to_all": (ag.all_to_all, reference.all_to_all),
+    "shift": (ag.shift, reference.shift),
+}
+ALIKE = {
+    "all_reduce": (ag.all_reduce, reference.all_reduce),
+    "all_reduce max": (
+        lambda x: ag.all_reduce(x, "max"),
+        lambda xs: reference.all_reduce(xs, "max"),
+    ),
+    "reduce_scatter": (ag.reduce_scatter, reference.reduce_scatter),
+    "reduce_scatter prod": (
+        lambda x: ag.reduce_scatter(x, op="prod"),
+        lambda xs: reference.reduce_scatter(xs, 0, "prod"),
+    ),
+    "broadcast": (lambda x: ag.broadcast(x, 1), lambda xs: reference.broadcast(xs, 1)),
+    "reduce": (lambda x: ag.reduce(x, 1), lambda xs: reference.reduce(xs, 1)),
+    "reduce min": (lambda x: ag.reduce(x, 1, "min"), lambda xs: reference.reduce(xs, 1, "min")),
+    "scan": (ag.scan, reference.scan),
+    "scan prod": (lambda x: ag.scan(x, "prod"), lambda xs: reference.scan(xs, "prod")),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", [*CALLS, *ALIKE])
+def test_each_leaf_is_exact(rank, world, name):
+    call, model = (CALLS | ALIKE)[name]
+    nests = [nest(r if name in CALLS else 0) for r in range(world)]
+    if name in ALIKE:  # other values in the same shapes
+        for r, n in enumerate(nests):
+            for i, t in enumerate([*n["b"], n["a"].first]):
+                t.data = random(t.shape, 31 * r + i)
+
+    def leaves(n):
+        return [n["a"].first, *n["b"]]
+
+    wanted = [model([leaves(n)[i] for n in nests]) for i in range(3)]
+    total = sum(loss(w[r], 10 * i + r) for i, w in enumerate(wanted) for r in range(world))
+    want_first = grads(total, [x for n in nests for x in leaves(n)], graph=True)
+    want_second = grads(
+        sum(g.square().sum() for g in want_first), [x for n in nests for x in leaves(n)]
+    )
+
+    got = call(nests[rank])
+    assert list(got) == ["b", "a"]
+    assert isinstance(got["a"], Pair)
+    ints = model([n["a"].second for n in nests])[rank]
+    assert torch.equal(got["a"].second, ints)
+    for i, y in enumerate(leaves(got)):
+        same(y.detach(), wanted[i][rank].detach(), f"leaf {i}")
+    mine = sum(loss(y, 10 * i + rank) for i, y in enumerate(leaves(got)))
+    first = grads(mine, leaves(nests[rank]), graph=True)
+    second = grads(sum(g.square().sum() for g in first), leaves(nests[rank]))
+    for i in range(3):
+        same(first[i].detach(), want_first[3 * rank + i].detach(), f"leaf {i}'s gradient")
+        same(second[i], want_second[3 * rank + i], f"leaf {i}'s second derivative")
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", [*CALLS, *ALIKE])
+def test_one_message_for_each_dtype(rank, name):
+    """One size exchange, one message for the three floating leaves, one for the whole numbers."""
+    call, _ = (CALLS | ALIKE)[name]
+    x = nest(rank if name in CALLS else 0)
+    with Counted() as calls:
+        y = call(x)
+    exchanges = 1 if name in CALLS or name.startswith("reduce_scatter") else 0
+    per_dtype = 2 if name == "scan" else 1  # log2 of three ranks
+    assert len(calls) == exchanges + 2 * per_dtype, calls
+    with Counted() as calls:
+        sum(t.sum() for t in [y["a"].first, *y["b"]]).backward()
+    assert len(calls) == per_dtype, calls  # nothing for the whole numbers
+
+
+@pytest.mark.ranks(3)
+def test_split_share_and_scatter_take_nests(rank):
+    x = {"a": leaf(random((5, 2), 1)), "b": [leaf(random((4,), 2))]}
+    part = ag.split(x)
+    same(part["a"].detach(), x["a"].detach().tensor_split(3)[rank], "the first part")
+    same(part["b"][0].detach(), x["b"][0].detach().tensor_split(3)[rank], "the second part")
+    (part["a"].sum() * (rank + 1) + part["b"][0].sum()).backward()
+    want = torch.cat([torch.full_like(p, r + 1) for r, p in enumerate(x["a"].tensor_split(3))])
+    same(x["a"].grad, want.detach(), "the joined gradient")
+    shared = ag.share(x)
+    assert torch.equal(shared["b"][0], x["b"][0])
+    given = x if rank == 0 else {"a": torch.empty(0, 2).double(), "b": [torch.empty(0).double()]}
+    dealt = ag.scatter(given)
+    same(dealt["a"].detach(), x["a"].detach().tensor_split(3)[rank], "the dealt part")
+
+
+@pytest.mark.ranks(3)
+def test_containers_keep_their_types(rank):
+    x = Batch(torch.ones(rank + 1, 2), torch.arange(rank + 1), "as it was")
+    y = ag.all_gather(x)
+    assert isinstance(y, Batch)
+    assert y.note == "as it was"
+    assert y.image.shape == (6, 2)
+    assert y.labels.tolist() == [0, 0, 1, 0, 1, 2]
+    z = ag.all_reduce(OrderedDict(b=torch.ones(1), a=3))
+    assert type(z) is OrderedDict
+    assert (z["b"].item(), z["a"]) == (3.0, 3)
+    assert ag.sizes({"x": torch.zeros(rank, 2)}) == {"x": (0, 1, 2)}
+    assert ag.all_gather({}) == {}
+    assert ag.all_reduce([]) == []
+
+
+@pytest.mark.ranks(2)
+def test_a_nest_of_many_tensors_needs_one_more_message(rank):
+    x = [torch.full((rank + 1, 2), float(i)) for i in range(200)]
+    with Counted() as calls:
+        y = ag.all_gather(x)
+    assert len(calls) == 3
+    assert all(torch.equal(t, torch.full((3, 2), float(i))) for i, t in enumerate(y))
+
+
+@pytest.mark.ranks(3)
+def test_other_structures_are_told_apart(rank):
+    x = {"a": torch.ones(2), "b" if rank != 1 else "c": torch.ones(2)}
+    with pytest.raises(PieceMismatch, match="rank 1: 2 tensors   <- another structure"):
+        ag.all_gather(x)
+    with pytest.raises(PieceMismatch, match="rank 2: 1 tensors   <- another structure"):
+        ag.all_gather([torch.ones(1)] * (1 if rank == 2 else 2))
+    with pytest.raises(PieceMismatch, match=r"x\['k'\]\[1\]: pieces may differ along dim 0 only"):
+        ag.all_gather({"k": [torch.ones(1, 1), torch.ones(1, 1 + (rank == 0))]})
+    with pytest.raises(TensorError, match="not a tensor"):
+        ag.all_gather([1.0, 2.0])
+    assert ag.all_gather(torch.tensor([rank])).tolist() == [0, 1, 2]
+
+
+@pytest.mark.ranks(2)
+def test_a_result_may_be_changed_in_place(rank):
+    x = leaf(random((2, 2), rank))
+    for call in (ag.all_reduce, ag.all_gather, ag.broadcast, ag.scan, ag.shift):
+        y = call(x)
+        y /= 2
+        y += 1
+        (g,) = grads(y.sum(), [x])
+        assert g.shape == x.shape
+    with pytest.raises(RuntimeError, match="in.?place"):
+        ag.share(x).add_(1)
