@@ -12,7 +12,7 @@ SRC = Path(__file__).parent.parent / "src" / "allgrad"
 LAYERS = [
     ["errors"],
     ["ragged", "reductions", "containers", "container_kinds", "call_arguments", "journal"],
-    ["plans"],
+    ["plans", "graph_wire"],
     ["wire", "world"],
     ["agreement"],
     ["adjoint_pair"],

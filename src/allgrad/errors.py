@@ -11,6 +11,7 @@ __all__ = [
     "AllgradError",
     "GroupError",
     "InputError",
+    "ModeError",
     "PieceMismatch",
     "ReductionError",
     "SizesError",
@@ -25,6 +26,10 @@ class AllgradError(Exception):
 
 class InputError(AllgradError, ValueError):
     """An argument that the call cannot take."""
+
+
+class ModeError(AllgradError, NotImplementedError):
+    """A way of differentiating or compiling in which the call would not be exact."""
 
 
 class TensorError(InputError):

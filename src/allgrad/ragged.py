@@ -22,8 +22,7 @@ def even(total: int, parts: int) -> tuple[int, ...]:
     >>> even(7, 3)
     (3, 2, 2)
     """
-    least, more = divmod(total, parts)
-    return (least + 1,) * more + (least,) * (parts - more)
+    return tuple((total + parts - 1 - part) // parts for part in range(parts))
 
 
 def plain(x: Tensor) -> Tensor:

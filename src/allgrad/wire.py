@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from allgrad import plans
+from allgrad import graph_wire, plans
 from allgrad.errors import GroupError
 from allgrad.ragged import even
 
@@ -68,6 +68,12 @@ class Group:
                 f"for {device.type}."
             ) from error
         return name
+
+    @property
+    def name(self) -> str:
+        """What functional ops call the group."""
+        assert self.process_group is not None
+        return self.process_group.group_name
 
 
 _ALONE = Group(None, 0, 1)
@@ -132,6 +138,8 @@ def all_reduce(group: Group, x: Tensor) -> Tensor:
     """Sum over ranks, on every rank."""
     if _stays_here(group, x):
         return x.clone()
+    if graph_wire.in_graph(x):
+        return graph_wire.all_reduce(x, group.name)
     if x.dtype not in _SUMMED_BY_BACKENDS:
         counts = even(x.numel(), group.size)
         return all_gather(group, reduce_scatter(group, x, counts), counts)
@@ -144,6 +152,8 @@ def broadcast(group: Group, x: Tensor, src: int) -> Tensor:
     """What ``src`` holds, on every rank."""
     if _stays_here(group, x):
         return x.clone()
+    if graph_wire.in_graph(x):
+        return graph_wire.broadcast(x, src, group.name)
     out = x.clone() if group.rank == src else torch.empty_like(x)
     dist.broadcast(_as_bytes(out), group_src=src, group=group.process_group)
     return out
@@ -153,6 +163,8 @@ def reduce(group: Group, x: Tensor, dst: int) -> Tensor:
     """Sum over ranks on ``dst``; zeros on the others."""
     if _stays_here(group, x):
         return x.clone()
+    if graph_wire.in_graph(x):
+        return graph_wire.reduce(x, dst, group.rank, group.size, group.name)
     way = plans.reduce(group.backend(x.device), group.size, x.nbytes)
     if way == "gather" or x.dtype not in _SUMMED_BY_BACKENDS:
         n, here = x.numel(), group.rank == dst
@@ -168,6 +180,8 @@ def all_to_all(group: Group, x: Tensor, send: Sequence[int], receive: Sequence[i
     """Block ``r`` of ``x`` to rank ``r``; the blocks received, in rank order."""
     if _stays_here(group, x):
         return x.clone() if group.size == 1 else x.new_empty(sum(receive))
+    if graph_wire.in_graph(x):
+        return graph_wire.all_to_all(x, send, receive, group.name)
     out = x.new_empty(sum(receive))
     width = x.element_size()
     dist.all_to_all_single(
@@ -184,6 +198,8 @@ def all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
     """Every rank's block, in rank order, on every rank."""
     if _stays_here(group, x):
         return x.clone() if group.size == 1 else x.new_empty(sum(counts))
+    if graph_wire.in_graph(x):
+        return graph_wire.all_gather(x, counts, group.name)
     way = plans.all_gather(group.backend(x.device), counts, x.element_size())
     if way == "copies":
         return all_to_all(group, x.repeat(group.size), [x.numel()] * group.size, counts)
@@ -209,6 +225,8 @@ def reduce_scatter(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
     """Block ``r`` of ``x``, summed over ranks, on rank ``r``."""
     if _stays_here(group, x):
         return x.clone() if group.size == 1 else x.new_empty(counts[group.rank])
+    if graph_wire.in_graph(x):
+        return graph_wire.reduce_scatter(x, counts, group.rank, group.name)
     own = counts[group.rank]
     way = plans.reduce_scatter(group.backend(x.device), counts)
     if way == "exchange" or x.dtype not in _SUMMED_BY_BACKENDS:
