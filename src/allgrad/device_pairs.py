@@ -150,16 +150,16 @@ class _Apply(torch.autograd.Function):
 
 # Memory. What arrives here is plain: autograd and torch.func are above.
 
-_SMALL = 1 << 18  # bytes; a larger tensor gains nothing from company
+_SMALL = 1 << 20  # bytes; a larger tensor gains nothing from company
 _PARCEL = 1 << 25  # bytes; bounds the memory that packing takes
 
 
 def _parcels(xs: Sequence[Tensor], routes: Sequence[Route]) -> list[list[int]]:
-    """Which tensors travel together: small ones of one dtype on one route that leaves the CPU."""
+    """Which tensors travel together: small ones of one dtype on one route between devices."""
     parcels: list[list[int]] = []
     filling: dict[object, tuple[list[int], int]] = {}
     for j, (x, route) in enumerate(zip(xs, routes, strict=True)):
-        if x.nbytes > _SMALL or all(device.type == "cpu" for device in route):
+        if x.nbytes > _SMALL or len(set(route)) == 1:
             parcels.append([j])
             continue
         parcel, weight = filling.get((x.dtype, route), ([], _PARCEL))
@@ -175,7 +175,7 @@ def _packed(xs: Sequence[Tensor], route: Route) -> Tensor:
     """The tensors of a parcel laid one after another, flat; a single one is left as it is."""
     if len(xs) == 1:
         return xs[0]
-    flat = [plain(x).view(-1) for x in xs]
+    flat = [x.reshape(-1) for x in xs]
     if flat[0].device.type != "cpu" or all(device.type != "cuda" for device in route):
         return torch.cat(flat)
     # Out of pinned memory the copy needs no host; torch does not reuse it before that is done.
@@ -195,7 +195,8 @@ def _unpacked(packed: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 
 def _moved(x: Tensor, device: torch.device) -> Tensor:
     """A new contiguous copy of ``x`` on ``device``."""
-    x = x.resolve_conj().resolve_neg()
+    if x.device == device:
+        return x.clone(memory_format=torch.contiguous_format)
     # The host may read a copy as soon as it has it, so one that goes there must be complete.
     waits = device.type == "cpu"
 

@@ -55,10 +55,8 @@ def broadcast(tensors: _Nest, devices: Iterable[Device]) -> list[_Nest]:
     found, frame = split_tensors(tensors)
     if not found and frame.structure.num_leaves:
         raise TensorError("broadcast: no tensor was given.\nGive a tensor or a nest of tensors.")
-    xs = [
-        _dense("broadcast", x, name) for x, name in zip(found, frame.names("tensors"), strict=True)
-    ]
-    return [frame(row) for row in _copies(xs, places)]
+    _require_dense("broadcast", found, frame, "tensors")
+    return [frame(row) for row in _copies(found, places)]
 
 
 def reduce_add(groups: Iterable[_Nest], device: Device) -> _Nest:
@@ -81,16 +79,19 @@ def reduce_add(groups: Iterable[_Nest], device: Device) -> _Nest:
     place = _device("reduce_add", device)
     taken = [split_tensors(group) for group in _listed("reduce_add", "groups", groups)]
     frame = _same_frame([frame for _, frame in taken])
-    names = frame.names("groups[i]")
-    rows = [[_dense("reduce_add", x, n) for x, n in zip(xs, names, strict=True)] for xs, _ in taken]
+    rows = [xs for xs, _ in taken]
+    for i, row in enumerate(rows):
+        _require_dense("reduce_add", row, frame, f"groups[{i}]")
     columns = list(zip(*rows, strict=True))
-    for name, column in zip(names, columns, strict=True):
-        _require_alike(f"reduce_add: {name} has one shape and one dtype everywhere.", column)
+    for j, column in enumerate(columns):
         if column[0].dtype == torch.bool:
             raise ReductionError(
-                f"reduce_add: {name} is bool, and a sum of bool does not fit in bool.\n"
+                f"reduce_add: {frame.names('groups[i]')[j]} is bool, and a sum does not fit in bool.\n"
                 "Add it as an integer, x.int()."
             )
+        if len({(x.dtype, x.shape) for x in column}) > 1:
+            name = frame.names("groups[i]")[j]
+            _require_alike(f"reduce_add: {name} has one shape and one dtype everywhere.", column)
     sums: list[Any] = [None] * len(columns)
     for some in _by_need(columns):
         pair = copy_pair([place] * len(some), [[row[j].device for j in some] for row in rows])
@@ -247,6 +248,12 @@ def _dense(op: str, x: object, name: str) -> Tensor:
             f"{op}: {name} is {obstacle}; only dense tensors travel.\nMake it dense before the call."
         )
     return x
+
+
+def _require_dense(op: str, xs: Sequence[Tensor], frame: Frame, nest: str) -> None:
+    if any(map(_obstacle, xs)):  # names take longer than the copies do
+        for x, name in zip(xs, frame.names(nest), strict=True):
+            _dense(op, x, name)
 
 
 def _vector_at_least(op: str, x: object, name: str) -> Tensor:
