@@ -52,6 +52,9 @@ __all__ = [
     "exchange",
     "hash_names",
     "require_alike",
+    "text_fitting",
+    "text_of",
+    "text_words",
 ]
 
 VERSION = 1
@@ -108,10 +111,10 @@ class Announcement:
         about = [word for tensor in self.tensors for word in _tensor_words(tensor)]
         text = b""
         if self.problem is not None:
-            text = _fitting(str(self.problem), (_BODY - len(about)) * 8)
+            text = text_fitting(str(self.problem), (_BODY - len(about)) * 8)
         error = 0 if self.problem is None else 1 + _error_number(self.problem)
         fixed = (VERSION, OPERATIONS.index(self.op), len(self.tensors), self.names)
-        row = [*fixed, len(about), error, len(text), *about, *_words(text)]
+        row = [*fixed, len(about), error, len(text), *about, *text_words(text)]
         return row + [0] * (ROW - len(row))
 
     @staticmethod
@@ -142,8 +145,7 @@ class Announcement:
             raise _garbled()
         problem = None
         if fixed.error:
-            raw = b"".join(w.to_bytes(8, "little", signed=True) for w in text)[: fixed.text]
-            problem = _ERRORS[fixed.error - 1](raw.decode("utf-8", errors="replace"))
+            problem = _ERRORS[fixed.error - 1](text_of(text, fixed.text))
         return Announcement(OPERATIONS[fixed.op], tuple(tensors), fixed.names, problem)
 
 
@@ -188,16 +190,23 @@ def _tensor_words(t: Brought) -> tuple[int, ...]:
     return (dtype, len(t.shape), t.dim, t.amount, *t.shape)
 
 
-def _words(text: bytes) -> list[int]:
-    padded = text + b"\0" * (-len(text) % 8)
+def text_fitting(text: str, most: int) -> bytes:
+    """Encode as much of the text as fits, without cutting a character in two."""
+    return text.encode(errors="replace")[:most].decode(errors="ignore").encode()
+
+
+def text_words(text: bytes, words: int = 0) -> list[int]:
+    """Text in words of 64 bits, at least so many."""
+    padded = text.ljust(words * 8, b"\0") + b"\0" * (-len(text) % 8 if len(text) > words * 8 else 0)
     return [
         int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, len(padded), 8)
     ]
 
 
-def _fitting(text: str, most: int) -> bytes:
-    """Encode as much of the text as fits, without cutting a character in two."""
-    return text.encode()[:most].decode(errors="ignore").encode()
+def text_of(words: Sequence[int], length: int) -> str:
+    """Read text of so many bytes."""
+    raw = b"".join(word.to_bytes(8, "little", signed=True) for word in words)[:length]
+    return raw.decode("utf-8", errors="replace")
 
 
 def _error_number(problem: InputError) -> int:

@@ -9,10 +9,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AllgradError",
+    "CollectiveMismatch",
     "GroupError",
     "InputError",
     "ModeError",
     "PieceMismatch",
+    "RankLate",
+    "RankLost",
+    "RankRaised",
     "ReductionError",
     "SizesError",
     "TensorError",
@@ -50,6 +54,22 @@ class ReductionError(InputError):
 
 class GroupError(InputError):
     """A rank outside the group, or a group that is none."""
+
+
+class CollectiveMismatch(AllgradError):
+    """The ranks were about to do different things."""
+
+
+class RankLate(AllgradError):
+    """A rank did not come in time."""
+
+
+class RankLost(AllgradError):
+    """A rank's connection is gone."""
+
+
+class RankRaised(AllgradError):
+    """Another rank ended with an error of its own."""
 
 
 def rank_table(

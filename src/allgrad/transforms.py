@@ -4,6 +4,7 @@
 |---|---|
 | no graph, no transform | the pair's map |
 | autograd, torch.func, dual numbers, nested as you like | an autograd.Function |
+| the same under ``grad="none"`` | one without derivative |
 | forward mode under torch.compile | the pair on values and on tangents |
 | what torch.compile would get wrong | a clear refusal |
 """
@@ -13,18 +14,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
 from allgrad.errors import ModeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
 
     from allgrad.adjoint_pair import AdjointPair
 
-__all__ = ["apply"]
+__all__ = ["apply", "order", "unlinked"]
 
 # A result requires grad on every rank, even where the local piece does not: another rank's piece
 # may, and its backward needs everyone (test_piece_without_gradient_takes_part). Autograd marks a
@@ -34,31 +36,56 @@ _ANCHOR = torch.empty(0, requires_grad=True)
 
 def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tuple[Tensor, ...]:
     """Run the pair's map, differentiable to any order; ``stop`` ends the derivative there."""
-    active = _active_transforms() if torch._C._are_functorch_transforms_active() else ()  # noqa: SLF001
-    duals = forward_ad._current_level >= 0 and active[-1:] in {(), ("Jvp",)}  # noqa: SLF001
-    compiling = torch.compiler.is_compiling()
-    if compiling and active:
-        _refuse_what_compile_gets_wrong(pair, active)
-    if stop:
-        with torch.no_grad():
-            return apply(pair, [_without_derivative(x, active, duals=duals) for x in xs])
-    if not duals or not _differentiable(xs):
-        return _apply_function(pair, xs)
-    split = [_split_dual(x) for x in xs]
-    if compiling:
-        ys = _apply_function(pair, [value for value, _ in split])
-        dys = _apply_function(pair, [tangent for _, tangent in split])
-        return tuple(forward_ad.make_dual(y, dy) for y, dy in zip(ys, dys, strict=True))
-    return _apply_function(pair, [forward_ad.make_dual(value, t) for value, t in split])
-
-
-def _apply_function(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    if torch.compiler.is_compiling():
+        return _trace(pair, xs, stop=stop)
+    forward_mode = forward_ad._current_level >= 0  # noqa: SLF001
     transformed = torch._C._are_functorch_transforms_active()  # noqa: SLF001
-    traced = _differentiable(xs) and (torch.is_grad_enabled() or forward_ad._current_level >= 0)  # noqa: SLF001
-    if not transformed and not traced:
-        return tuple(pair.forward(xs))
-    function = _InGraph if torch.compiler.is_compiling() else _Apply
-    results: tuple[Tensor, ...] = function.apply(pair, _ANCHOR, *xs)  # type: ignore[no-untyped-call]
+    if stop or not _differentiable(xs):
+        with torch.no_grad():
+            return _run(_Constant, pair, xs) if transformed or forward_mode else _plain(pair, xs)
+    if _order is not None and torch.is_grad_enabled():
+        if transformed or forward_mode:
+            raise ModeError(
+                f"{pair.name}: lockstep orders the backward of autograd, not of torch.func or "
+                "forward mode.\nUse those outside the lockstep block."
+            )
+        tied = _order(pair, xs)
+        if tied is not None:
+            return tied
+    if transformed or forward_mode or torch.is_grad_enabled():
+        return _run(_Apply, pair, xs)
+    return _plain(pair, xs)
+
+
+_order: Callable[[AdjointPair, Sequence[Tensor]], tuple[Tensor, ...] | None] | None = None
+
+
+def order(
+    tie: Callable[[AdjointPair, Sequence[Tensor]], tuple[Tensor, ...] | None] | None,
+) -> None:
+    """Let ``tie`` run the differentiable calls of eager autograd; ``None`` ends it."""
+    global _order  # noqa: PLW0603
+    _order = tie
+
+
+def unlinked(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run the map. A view made inside an autograd.Function could not be changed in place by the
+    caller (y /= 2), so the results are unlinked from their bases. What is handed through as it is
+    stays linked to its input.
+    """
+    return tuple(
+        y if any(y is x for x in xs) else torch.ops.aten._unsafe_view(y, y.shape)  # noqa: SLF001
+        for y in pair.forward(xs)
+    )
+
+
+def _plain(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(pair.forward(xs))
+
+
+def _run(function: type[_InGraph], pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    anchor = _ANCHOR if function is _InGraph else _anchor(tangents=function is _Apply)
+    results: tuple[Tensor, ...] = function.apply(pair, anchor, *xs)  # type: ignore[no-untyped-call]
     return results
 
 
@@ -66,14 +93,37 @@ def _differentiable(xs: Sequence[Tensor]) -> bool:
     return any(x.is_floating_point() or x.is_complex() for x in xs)
 
 
-def _split_dual(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A value and its tangent, zeros where it has none.
+def _anchor(*, tangents: bool) -> Tensor:
+    """The anchor, in every mode that is on: with a batch, with a tangent.
 
-    In forward mode every rank sends tangents: another rank's piece may have some
-    (test_piece_without_tangent_takes_part).
+    What holds for gradients holds for these too. A rank whose piece has no batch, or no tangent,
+    takes part with copies, or with zeros (test_piece_without_batch_takes_part,
+    test_piece_without_tangent_takes_part).
     """
-    value, tangent = forward_ad.unpack_dual(x)
-    return value, torch.zeros_like(value) if tangent is None else tangent
+    active = _active_transforms()
+    by_hand = forward_ad._current_level >= 0 and "Jvp" not in active  # noqa: SLF001
+    # Where dual numbers meet func.grad, either may be the outer one: both levels get a tangent.
+    levels = {"Grad", ""} if by_hand else {"Jvp"}
+    return _anchor_at(active, levels if tangents else set())
+
+
+def _anchor_at(active: Sequence[str], with_tangent: Collection[str]) -> Tensor:
+    if not active:
+        return _with_tangent(_ANCHOR) if "" in with_tangent else _ANCHOR
+    interpreter = retrieve_current_functorch_interpreter()
+    with interpreter.lower():
+        below = _anchor_at(active[:-1], with_tangent)
+    if isinstance(interpreter, VmapInterpreter):
+        batch = below.expand(interpreter.batch_size(), 0)
+        return torch._C._functorch._add_batch_dim(batch, 0, interpreter.level())  # noqa: SLF001
+    if active[-1] in with_tangent:
+        return _with_tangent(torch._C._functorch._wrap_for_grad(below, interpreter.level()))  # noqa: SLF001
+    return below
+
+
+def _with_tangent(x: Tensor) -> Tensor:
+    dual: Tensor = forward_ad.make_dual(x, torch.zeros_like(x))
+    return dual
 
 
 class _InGraph(torch.autograd.Function):
@@ -81,12 +131,7 @@ class _InGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(pair: AdjointPair, anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
-        # A view made in here could not be changed in place by the caller (y /= 2), so the results
-        # are unlinked from their bases. What is handed through as it is stays linked to its input.
-        return tuple(
-            y if any(y is x for x in xs) else torch.ops.aten._unsafe_view(y, y.shape)  # noqa: SLF001
-            for y in pair.forward(xs)
-        )
+        return unlinked(pair, xs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004
@@ -95,8 +140,12 @@ class _InGraph(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if torch.compiler.is_compiling():  # traced ahead of time, whatever is active by then
-            return None, None, *_apply_function(ctx.pair.adjoint, gradients)
+            return None, None, *_trace_derived(ctx.pair.adjoint, gradients)
         return None, None, *apply(ctx.pair.adjoint, gradients)
+
+
+class _Apply(_InGraph):
+    """The same with a batching rule and with forward mode."""
 
     @staticmethod
     def vmap(
@@ -106,52 +155,77 @@ class _InGraph(torch.autograd.Function):
         anchor: Tensor,  # noqa: ARG004
         *xs: Tensor,
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        # Pairs name dimensions from the front: one more at the end travels along unseen.
-        batched = [
-            x.unsqueeze(-1).expand(*x.shape, info.batch_size) if dim is None else x.movedim(dim, -1)
-            for x, dim in zip(xs, in_dims[2:], strict=True)
-        ]
-        return _apply_function(pair, batched), (-1,) * len(xs)
-
-
-class _Apply(_InGraph):
-    """The same with forward mode."""
+        return _run(_Apply, pair, _batched(info, in_dims[2:], xs)), (-1,) * len(xs)
 
     @staticmethod
     def jvp(ctx: Any, _pair: None, _anchor: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        return _apply_function(ctx.pair, tangents)
+        return apply(ctx.pair, tangents)
 
 
-def _without_derivative(x: Tensor, active: tuple[str, ...], *, duals: bool) -> Tensor:
-    if duals:
-        value: Tensor = forward_ad.unpack_dual(x).primal
-        return value
-    if "Jvp" in active:
-        stopped: Tensor = _Stop.apply(x)  # type: ignore[no-untyped-call]
-        return stopped
-    return x
-
-
-class _Stop(torch.autograd.Function):
-    """The identity, with derivative zero in every mode."""
-
-    generate_vmap_rule = True
+class _Constant(_Apply):
+    """The same map with derivative zero in every mode, without a message for it."""
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004
+        ctx.shapes = [y.shape for y in output]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        pass
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:  # noqa: ARG004
+        return (None,) * (2 + len(gradients))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
-        return torch.zeros_like(gradient)
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        pair: AdjointPair,
+        anchor: Tensor,  # noqa: ARG004
+        *xs: Tensor,
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        return _run(_Constant, pair, _batched(info, in_dims[2:], xs)), (-1,) * len(xs)
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # noqa: ARG004
-        return torch.zeros_like(tangent)
+    def jvp(ctx: Any, _pair: None, _anchor: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.new_zeros(shape) for t, shape in zip(tangents, ctx.shapes, strict=True))
+
+
+def _batched(info: Any, dims: Sequence[int | None], xs: Sequence[Tensor]) -> list[Tensor]:
+    """The batch goes last: pairs name dimensions from the front, so it travels along unseen."""
+    return [
+        x.unsqueeze(-1).repeat_interleave(info.batch_size, -1)  # real memory, as for any piece
+        if dim is None
+        else x.movedim(dim, -1)
+        for x, dim in zip(xs, dims, strict=True)
+    ]
+
+
+def _trace(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool) -> tuple[Tensor, ...]:
+    """The same under torch.compile, which knows a Function's backward but neither other rule."""
+    active = _active_transforms() if torch._C._are_functorch_transforms_active() else ()  # noqa: SLF001
+    if active:
+        _refuse_what_compile_gets_wrong(pair, active)
+    duals = forward_ad._current_level >= 0 and active[-1:] in {(), ("Jvp",)}  # noqa: SLF001
+    if stop:
+        with torch.no_grad():
+            return _plain(pair, [forward_ad.unpack_dual(x).primal if duals else x for x in xs])
+    if not duals or not _differentiable(xs):
+        return _trace_derived(pair, xs)
+    split = [_split_dual(x) for x in xs]
+    ys = _trace_derived(pair, [value for value, _ in split])
+    dys = _trace_derived(pair, [tangent for _, tangent in split])
+    return tuple(forward_ad.make_dual(y, dy) for y, dy in zip(ys, dys, strict=True))
+
+
+def _trace_derived(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    transformed = torch._C._are_functorch_transforms_active()  # noqa: SLF001
+    if transformed or (_differentiable(xs) and torch.is_grad_enabled()):
+        return _run(_InGraph, pair, xs)
+    return _plain(pair, xs)
+
+
+def _split_dual(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A value and its tangent, zeros where it has none: every rank sends tangents."""
+    value, tangent = forward_ad.unpack_dual(x)
+    return value, torch.zeros_like(value) if tangent is None else tangent
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

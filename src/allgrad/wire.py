@@ -1,4 +1,4 @@
-"""The only user of torch.distributed: groups, and plain tensors moved between ranks.
+"""The only mover of bytes: plain tensors between ranks, over torch.distributed.
 
 No gradients here. Every call takes flat contiguous memory (a tensor of one dimension) with counts
 of elements by rank, leaves it as it was, and returns new memory. Six calls are enough: whatever
@@ -7,25 +7,25 @@ gathers, scatters or permutes is an ``all_to_all`` with the right counts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from allgrad import graph_wire, plans
-from allgrad.errors import GroupError
+from allgrad import graph_wire, plans, waiting
+from allgrad.groups import Group, GroupLike, message_device, resolve
 from allgrad.ragged import even
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
 __all__ = [
     "Group",
     "GroupLike",
+    "Planned",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -34,9 +34,9 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "resolve",
+    "send_words",
+    "watch",
 ]
-
-GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | None"
 
 _SUMMED_BY_BACKENDS = frozenset(
     {
@@ -47,91 +47,25 @@ _SUMMED_BY_BACKENDS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The ranks that take part, and which of them this process is."""
+class Planned(NamedTuple):
+    """A call that is about to happen, as the ranks must agree on it."""
 
-    process_group: dist.ProcessGroup | None
-    rank: int
-    size: int
-
-    def backend(self, device: torch.device) -> str:
-        """Name the backend that carries tensors of this device."""
-        if self.process_group is None:
-            return "none"
-        try:
-            name: str = self.process_group._get_backend(device).name()  # noqa: SLF001
-        except RuntimeError as error:
-            raise GroupError(
-                f"The group's backend {dist.get_backend(self.process_group)!r} carries no "
-                f"{device.type} tensors.\nMove the tensor, or start the group with a backend "
-                f"for {device.type}."
-            ) from error
-        return name
-
-    @property
-    def name(self) -> str:
-        """What functional ops call the group."""
-        assert self.process_group is not None
-        return self.process_group.group_name
+    op: str
+    dtype: torch.dtype
+    device: torch.device
+    elements: int
+    root: int = -1
+    send: Sequence[int] = ()
+    receive: Sequence[int] = ()
 
 
-_ALONE = Group(None, 0, 1)
+_watcher: Callable[[Group, Planned], AbstractContextManager[None]] | None = None
 
 
-def resolve(op: str, group: GroupLike) -> Group:
-    """Find the ranks meant by whatever the caller passed as ``group``."""
-    if group is None:
-        if not dist.is_initialized():
-            return _ALONE
-        process_group = dist.group.WORLD
-    elif isinstance(group, dist.ProcessGroup):
-        process_group = group
-    else:
-        process_group = _process_group_of(op, group)
-    assert process_group is not None
-    rank = process_group.rank()
-    if rank < 0:
-        raise _not_a_member(op)
-    return Group(process_group, rank, process_group.size())
-
-
-def _process_group_of(op: str, group: object) -> dist.ProcessGroup:
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise _not_a_member(op)
-    mesh, axis = group if isinstance(group, tuple) and len(group) == 2 else (group, None)
-    if not isinstance(mesh, DeviceMesh) or not (axis is None or isinstance(axis, str)):
-        raise GroupError(
-            f"{op}: group is {type(group).__name__}, which names no ranks.\n"
-            'Give None, a ProcessGroup, a 1-D DeviceMesh, or (mesh, "axis").'
-        )
-    names = mesh.mesh_dim_names or ()
-    if axis is None and mesh.ndim != 1:
-        raise GroupError(
-            f"{op}: a mesh of {mesh.ndim} dimensions has a group for each of its axes.\n"
-            f"Give (mesh, axis) with one of {list(names) or 'its axis names'}."
-        )
-    if axis is not None and axis not in names:
-        raise GroupError(f"{op}: the mesh has no axis {axis!r}.\nIts axes are {list(names)}.")
-    if mesh.get_coordinate() is None:
-        raise _not_a_member(op)
-    found: dist.ProcessGroup = mesh.get_group(axis)
-    return found
-
-
-def _not_a_member(op: str) -> GroupError:
-    return GroupError(
-        f"{op}: this process (global rank {dist.get_rank()}) is not in the group.\n"
-        "Call it on the group's own ranks only."
-    )
-
-
-def message_device(group: Group, device: torch.device) -> torch.device:
-    """Where small messages between ranks live: on the host when the group can carry that."""
-    cpu = torch.device("cpu")
-    if group.process_group is None or cpu in group.process_group._device_types:  # noqa: SLF001
-        return cpu
-    return device
+def watch(watcher: Callable[[Group, Planned], AbstractContextManager[None]] | None) -> None:
+    """Have every call happen inside ``watcher(group, planned)``; ``None`` ends it."""
+    global _watcher  # noqa: PLW0603
+    _watcher = watcher
 
 
 def all_reduce(group: Group, x: Tensor) -> Tensor:
@@ -140,12 +74,7 @@ def all_reduce(group: Group, x: Tensor) -> Tensor:
         return x.clone()
     if graph_wire.in_graph(x):
         return graph_wire.all_reduce(x, group.name)
-    if x.dtype not in _SUMMED_BY_BACKENDS:
-        counts = even(x.numel(), group.size)
-        return all_gather(group, reduce_scatter(group, x, counts), counts)
-    out = x.clone()
-    dist.all_reduce(out, group=group.process_group)
-    return out
+    return _watched(group, Planned("all_reduce", x.dtype, x.device, x.numel()), _all_reduce, x)
 
 
 def broadcast(group: Group, x: Tensor, src: int) -> Tensor:
@@ -154,9 +83,8 @@ def broadcast(group: Group, x: Tensor, src: int) -> Tensor:
         return x.clone()
     if graph_wire.in_graph(x):
         return graph_wire.broadcast(x, src, group.name)
-    out = x.clone() if group.rank == src else torch.empty_like(x)
-    dist.broadcast(_as_bytes(out), group_src=src, group=group.process_group)
-    return out
+    planned = Planned("broadcast", x.dtype, x.device, x.numel(), src)
+    return _watched(group, planned, _broadcast, x, src)
 
 
 def reduce(group: Group, x: Tensor, dst: int) -> Tensor:
@@ -165,15 +93,8 @@ def reduce(group: Group, x: Tensor, dst: int) -> Tensor:
         return x.clone()
     if graph_wire.in_graph(x):
         return graph_wire.reduce(x, dst, group.rank, group.size, group.name)
-    way = plans.reduce(group.backend(x.device), group.size, x.nbytes)
-    if way == "gather" or x.dtype not in _SUMMED_BY_BACKENDS:
-        n, here = x.numel(), group.rank == dst
-        send = [n if rank == dst else 0 for rank in range(group.size)]
-        rows = all_to_all(group, x, send, [n if here else 0] * group.size)
-        return rows.view(group.size, n).sum(0, dtype=x.dtype) if here else torch.zeros_like(x)
-    out = x.clone()
-    dist.reduce(out, group_dst=dst, group=group.process_group)
-    return out if group.rank == dst else torch.zeros_like(x)
+    planned = Planned("reduce", x.dtype, x.device, x.numel(), dst)
+    return _watched(group, planned, _reduce, x, dst)
 
 
 def all_to_all(group: Group, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -182,16 +103,8 @@ def all_to_all(group: Group, x: Tensor, send: Sequence[int], receive: Sequence[i
         return x.clone() if group.size == 1 else x.new_empty(sum(receive))
     if graph_wire.in_graph(x):
         return graph_wire.all_to_all(x, send, receive, group.name)
-    out = x.new_empty(sum(receive))
-    width = x.element_size()
-    dist.all_to_all_single(
-        _as_bytes(out),
-        _as_bytes(x),
-        [count * width for count in receive],
-        [count * width for count in send],
-        group=group.process_group,
-    )
-    return out
+    planned = Planned("all_to_all", x.dtype, x.device, 0, -1, send, receive)
+    return _watched(group, planned, _all_to_all, x, send, receive)
 
 
 def all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
@@ -200,25 +113,8 @@ def all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
         return x.clone() if group.size == 1 else x.new_empty(sum(counts))
     if graph_wire.in_graph(x):
         return graph_wire.all_gather(x, counts, group.name)
-    way = plans.all_gather(group.backend(x.device), counts, x.element_size())
-    if way == "copies":
-        return all_to_all(group, x.repeat(group.size), [x.numel()] * group.size, counts)
-    out = x.new_empty(sum(counts))
-    blocks = list(_as_bytes(out).split([count * x.element_size() for count in counts]))
-    if way == "backend":
-        dist.all_gather_into_tensor(_as_bytes(out), _as_bytes(x), group=group.process_group)
-    elif way == "backend_list":
-        dist.all_gather(blocks, _as_bytes(x), group=group.process_group)
-    else:
-        blocks[group.rank].copy_(_as_bytes(x))
-        works = [
-            dist.broadcast(block, group_src=rank, group=group.process_group, async_op=True)
-            for rank, block in enumerate(blocks)
-            if block.numel()
-        ]
-        for work in works:
-            work.wait()
-    return out
+    planned = Planned("all_gather", x.dtype, x.device, 0, -1, counts)
+    return _watched(group, planned, _all_gather, x, counts)
 
 
 def reduce_scatter(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
@@ -227,22 +123,132 @@ def reduce_scatter(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
         return x.clone() if group.size == 1 else x.new_empty(counts[group.rank])
     if graph_wire.in_graph(x):
         return graph_wire.reduce_scatter(x, counts, group.rank, group.name)
-    own = counts[group.rank]
-    way = plans.reduce_scatter(group.backend(x.device), counts)
-    if way == "exchange" or x.dtype not in _SUMMED_BY_BACKENDS:
-        rows = all_to_all(group, x, counts, [own] * group.size)
-        return rows.view(group.size, own).sum(0, dtype=x.dtype)
-    out = x.new_empty(own)
-    if way == "backend":
-        dist.reduce_scatter_tensor(out, x, group=group.process_group)
-    else:
-        dist.reduce_scatter(out, list(x.split(list(counts))), group=group.process_group)
-    return out
+    planned = Planned("reduce_scatter", x.dtype, x.device, 0, -1, counts)
+    return _watched(group, planned, _reduce_scatter, x, counts)
+
+
+def send_words(
+    group: Group,
+    words: Sequence[int],
+    send: Sequence[int],
+    receive: Sequence[int],
+    device: torch.device,
+) -> list[int]:
+    """Send whole numbers to every rank, unwatched, and hear theirs."""
+    flat = torch.tensor(words, dtype=torch.int64, device=message_device(group, device))
+    heard: list[int] = _all_to_all(group, flat, send, receive).tolist()
+    return heard
 
 
 def _stays_here(group: Group, x: Tensor) -> bool:
     """No communication: a world of one, or a meta tensor that only has a shape."""
     return group.size == 1 or x.is_meta
+
+
+def _watched(group: Group, planned: Planned, move: Callable[..., Tensor], *args: Any) -> Tensor:
+    if _watcher is None:
+        return move(group, *args)
+    with _watcher(group, planned):
+        return move(group, *args)
+
+
+def _all_reduce(group: Group, x: Tensor) -> Tensor:
+    if x.dtype not in _SUMMED_BY_BACKENDS:
+        counts = even(x.numel(), group.size)
+        return _all_gather(group, _reduce_scatter(group, x, counts), counts)
+    out = x.clone()
+    _run(group, dist.all_reduce, out)
+    return out
+
+
+def _broadcast(group: Group, x: Tensor, src: int) -> Tensor:
+    out = x.clone() if group.rank == src else torch.empty_like(x)
+    _run(group, dist.broadcast, _as_bytes(out), group_src=src)
+    return out
+
+
+def _reduce(group: Group, x: Tensor, dst: int) -> Tensor:
+    way = plans.reduce(group.backend(x.device), group.size, x.nbytes)
+    if way == "gather" or x.dtype not in _SUMMED_BY_BACKENDS:
+        n, here = x.numel(), group.rank == dst
+        send = [n if rank == dst else 0 for rank in range(group.size)]
+        rows = _all_to_all(group, x, send, [n if here else 0] * group.size)
+        return rows.view(group.size, n).sum(0, dtype=x.dtype) if here else torch.zeros_like(x)
+    out = x.clone()
+    _run(group, dist.reduce, out, group_dst=dst)
+    return out if group.rank == dst else torch.zeros_like(x)
+
+
+def _all_to_all(group: Group, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    out = x.new_empty(sum(receive))
+    width = x.element_size()
+    into, sent = [n * width for n in receive], [n * width for n in send]
+    _run(group, dist.all_to_all_single, _as_bytes(out), _as_bytes(x), into, sent)
+    return out
+
+
+def _all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
+    way = plans.all_gather(group.backend(x.device), counts, x.element_size())
+    if way == "copies":
+        return _all_to_all(group, x.repeat(group.size), [x.numel()] * group.size, counts)
+    out = x.new_empty(sum(counts))
+    blocks = list(_as_bytes(out).split([count * x.element_size() for count in counts]))
+    if way == "backend":
+        _run(group, dist.all_gather_into_tensor, _as_bytes(out), _as_bytes(x))
+    elif way == "backend_list":
+        _run(group, dist.all_gather, blocks, _as_bytes(x))
+    else:
+        blocks[group.rank].copy_(_as_bytes(x))
+        starts = [
+            (dist.broadcast, (block,), {"group_src": rank})
+            for rank, block in enumerate(blocks)
+            if block.numel()
+        ]
+        _run_together(group, starts)
+    return out
+
+
+def _reduce_scatter(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
+    own = counts[group.rank]
+    way = plans.reduce_scatter(group.backend(x.device), counts)
+    if way == "exchange" or x.dtype not in _SUMMED_BY_BACKENDS:
+        rows = _all_to_all(group, x, counts, [own] * group.size)
+        return rows.view(group.size, own).sum(0, dtype=x.dtype)
+    out = x.new_empty(own)
+    if way == "backend":
+        _run(group, dist.reduce_scatter_tensor, out, x)
+    else:
+        _run(group, dist.reduce_scatter, out, list(x.split(list(counts))))
+    return out
+
+
+def _run(group: Group, call: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Make one call of the backend and wait for it, as long as it may take."""
+    waiting.introduce(group)
+    try:
+        if waiting.patient():
+            call(*args, group=group.process_group, **options)
+        else:
+            _run_together(group, [(call, args, options)])
+    except RuntimeError as error:
+        raise waiting.explain(group, error) from error
+
+
+def _run_together(
+    group: Group, calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
+) -> None:
+    """Start several calls, then wait for all of them."""
+    waiting.introduce(group)
+    try:
+        waiting.limit(group)
+        works = [
+            call(*args, group=group.process_group, async_op=True, **options)
+            for call, args, options in calls
+        ]
+        for work in works:
+            waiting.wait(group, work)
+    except RuntimeError as error:
+        raise waiting.explain(group, error) from error
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from allgrad.collectives.arguments import (
     exchange,
     own_pieces,
     require_fit,
+    shapes,
     shares,
     take,
 )
@@ -69,7 +70,7 @@ def all_gather(
 
     Cost: one collective each way, plus one size exchange unless ``sizes`` is given.
     """
-    ranks = wire.resolve("all_gather", group)
+    ranks = wire.resolve("all_gather", group, lambda: f"dim={dim}, grad={grad}, {shapes(x, dim)}")
     check_grad("all_gather", grad)
     taken, cut = own_pieces("all_gather", ranks, x, dim, sizes)
     make_pair = once_pair if grad == "same" else gather_pair
@@ -102,7 +103,7 @@ def reduce_scatter(
 
     Cost: one collective each way, plus one exchange of shapes unless ``sizes`` is given.
     """
-    ranks = wire.resolve("reduce_scatter", group)
+    ranks = wire.resolve("reduce_scatter", group, lambda: f"dim={dim}, op={op}, {shapes(x)}")
 
     def check() -> tuple[Taken[Nest], Cut, list[reductions.Reduction]]:
         taken = take("reduce_scatter", x)
@@ -156,7 +157,7 @@ def split(x: Nest, dim: int = 0, *, sizes: Sizes = None, group: GroupLike = None
 
     Cost: nothing forward, one collective backward.
     """
-    ranks = wire.resolve("split", group)
+    ranks = wire.resolve("split", group, lambda: f"dim={dim}, {shapes(x)}")
     taken = take("split", x)
     dims = taken.dims("split", dim)
     taken = taken.at_least_vectors()
@@ -175,7 +176,7 @@ def sizes(x: object, dim: int = 0, *, group: GroupLike = None) -> Any:
 
     Cost: one size exchange. Pass the result as ``sizes=`` to save it in later calls.
     """
-    ranks = wire.resolve("sizes", group)
+    ranks = wire.resolve("sizes", group, lambda: f"dim={dim}, {shapes(x, dim)}")
     taken, cut = own_pieces("sizes", ranks, x, dim, None)
     return taken.put_back(cut.sizes)
 

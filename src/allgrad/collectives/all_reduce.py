@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from allgrad import reductions, wire
 from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.all_gather import gather_pair, once_pair, reduce_pieces
-from allgrad.collectives.arguments import Grad, Nest, check_grad, take
+from allgrad.collectives.arguments import Grad, Nest, check_grad, shapes, take
 from allgrad.ragged import Cut, apart, even, together
 from allgrad.transforms import apply
 
@@ -48,7 +48,7 @@ def all_reduce(
 
     Cost: one collective each way; two for a large ``min``, ``max``, ``prod`` or ``logsumexp``.
     """
-    ranks = wire.resolve("all_reduce", group)
+    ranks = wire.resolve("all_reduce", group, lambda: f"op={op}, grad={grad}, {shapes(x)}")
     check_grad("all_reduce", grad)
     taken = take("all_reduce", x)
     found = [reductions.find("all_reduce", op, t.dtype) for t in taken.tensors]
@@ -89,7 +89,7 @@ def share(x: Nest, *, group: GroupLike = None) -> Nest:
 
     Cost: nothing forward (the result is a view of ``x``), one collective backward.
     """
-    ranks = wire.resolve("share", group)
+    ranks = wire.resolve("share", group, lambda: shapes(x))
     pair = _once_pair(ranks, 1).adjoint
     return take("share", x).run(lambda _, xs: apply(pair, xs))
 

@@ -15,6 +15,7 @@ from allgrad.collectives.arguments import (
     exchange,
     given_sizes,
     require_fit,
+    shapes,
     shares,
     take,
 )
@@ -54,7 +55,7 @@ def all_to_all(
 
     Cost: one collective each way, plus one size exchange unless ``recv_sizes`` is given.
     """
-    ranks = wire.resolve("all_to_all", group)
+    ranks = wire.resolve("all_to_all", group, lambda: f"dim={dim}, {shapes(x, dim)}")
     if isinstance(send_sizes, str) and recv_sizes is None:
         recv_sizes = send_sizes
 

@@ -30,6 +30,7 @@ __all__ = [
     "given_sizes",
     "own_pieces",
     "require_fit",
+    "shapes",
     "shares",
     "take",
 ]
@@ -78,6 +79,21 @@ class Taken(NamedTuple, Generic[Nest]):
             for i, result in zip(numbers, done, strict=True):
                 results[i] = result
         return cast("Nest", self.put_back(results))
+
+
+def shapes(x: object, free_dim: int | None = None) -> str:
+    """Shapes and dtypes in words, as they must be alike on every rank: a free dim is left open."""
+    try:
+        tensors = [x] if isinstance(x, Tensor) else split_tensors(x)[0]
+    except InputError:
+        return "?"
+    words = []
+    for t in tensors:
+        lengths = [str(n) for n in t.shape]
+        if free_dim is not None and -t.dim() <= free_dim < t.dim():
+            lengths[free_dim] = "*"
+        words.append(f"({', '.join(lengths)}) {str(t.dtype).removeprefix('torch.')}")
+    return "; ".join(words)
 
 
 def take(op: str, x: Nest) -> Taken[Nest]:

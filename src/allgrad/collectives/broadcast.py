@@ -8,7 +8,7 @@ import torch
 
 from allgrad import reductions, wire
 from allgrad.adjoint_pair import AdjointPair
-from allgrad.collectives.arguments import Grad, Nest, check_grad, check_rank, take
+from allgrad.collectives.arguments import Grad, Nest, check_grad, check_rank, shapes, take
 from allgrad.collectives.gather import to_one_pair
 from allgrad.ragged import Cut, apart, together
 from allgrad.transforms import apply
@@ -43,7 +43,7 @@ def broadcast(x: Nest, src: int = 0, *, group: GroupLike = None, grad: Grad = "s
 
     Cost: one collective each way.
     """
-    ranks = wire.resolve("broadcast", group)
+    ranks = wire.resolve("broadcast", group, lambda: f"src={src}, grad={grad}, {shapes(x)}")
     check_grad("broadcast", grad)
     src = check_rank("broadcast", ranks, "src", src)
     pair = _once_pair(ranks, src) if grad == "same" else _sum_pair(ranks, src)
@@ -68,7 +68,7 @@ def reduce(x: Nest, dst: int = 0, op: reductions.Op = "sum", *, group: GroupLike
     Cost: one collective each way. ``min``, ``max``, ``prod`` and ``logsumexp`` bring all pieces
     to ``dst``.
     """
-    ranks = wire.resolve("reduce", group)
+    ranks = wire.resolve("reduce", group, lambda: f"dst={dst}, op={op}, {shapes(x)}")
     dst = check_rank("reduce", ranks, "dst", dst)
     taken = take("reduce", x)
     found = [reductions.find("reduce", op, t.dtype) for t in taken.tensors]

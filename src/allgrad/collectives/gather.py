@@ -18,6 +18,7 @@ from allgrad.collectives.arguments import (
     exchange,
     own_pieces,
     require_fit,
+    shapes,
     shares,
     take,
 )
@@ -55,7 +56,7 @@ def gather(
 
     Cost: one collective each way, plus one size exchange unless ``sizes`` is given.
     """
-    ranks = wire.resolve("gather", group)
+    ranks = wire.resolve("gather", group, lambda: f"dst={dst}, dim={dim}, {shapes(x, dim)}")
     dst = check_rank("gather", ranks, "dst", dst)
     taken, cut = own_pieces("gather", ranks, x, dim, sizes)
     return taken.run(lambda which, xs: apply(to_one_pair(ranks, cut.of(which), dst), xs))
@@ -87,7 +88,7 @@ def scatter(
 
     Cost: one collective each way, and one exchange in which ``src`` tells shape and dtype.
     """
-    ranks = wire.resolve("scatter", group)
+    ranks = wire.resolve("scatter", group, lambda: f"src={src}, dim={dim}")
     src = check_rank("scatter", ranks, "src", src)
 
     here = ranks.rank == src

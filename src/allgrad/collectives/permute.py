@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from allgrad import wire
 from allgrad.adjoint_pair import AdjointPair
-from allgrad.collectives.arguments import Nest, Sizes, check_rank, own_pieces
+from allgrad.collectives.arguments import Nest, Sizes, check_rank, own_pieces, shapes
 from allgrad.errors import GroupError, InputError
 from allgrad.ragged import Cut, apart, together
 from allgrad.transforms import apply
@@ -49,7 +49,7 @@ def permute(
 
     Cost: one collective each way, plus one size exchange unless ``sizes`` is given.
     """
-    ranks = wire.resolve("permute", group)
+    ranks = wire.resolve("permute", group, lambda: f"{pairs}, dim={dim}, {shapes(x, dim)}")
     to = _destinations("permute", ranks, pairs)
     taken, cut = own_pieces("permute", ranks, x, dim, sizes)
     return taken.run(lambda which, xs: apply(permute_pair(ranks, to, cut.of(which)), xs))
@@ -78,7 +78,9 @@ def shift(
 
     Cost: as ``permute``.
     """
-    ranks = wire.resolve("shift", group)
+    ranks = wire.resolve(
+        "shift", group, lambda: f"offset={offset}, wrap={wrap}, dim={dim}, {shapes(x, dim)}"
+    )
     if isinstance(offset, bool) or not isinstance(offset, int):
         raise InputError(f"shift: offset={offset!r} is not a whole number.\nGive ranks to move on.")
     landing = ((rank, rank + offset) for rank in range(ranks.size))

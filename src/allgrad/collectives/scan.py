@@ -9,7 +9,7 @@ import torch
 from allgrad import reductions, wire
 from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.all_gather import gather_pair
-from allgrad.collectives.arguments import Nest, take
+from allgrad.collectives.arguments import Nest, shapes, take
 from allgrad.errors import ReductionError
 from allgrad.ragged import Cut, apart, together
 from allgrad.transforms import apply
@@ -48,7 +48,7 @@ def scan(
     Cost: for ``sum`` and ``mean`` log2(ranks) messages of one piece each way; the other
     reductions gather all pieces.
     """
-    ranks = wire.resolve("scan", group)
+    ranks = wire.resolve("scan", group, lambda: f"op={op}, exclusive={exclusive}, {shapes(x)}")
     taken = take("scan", x)
     found = [reductions.find("scan", op, t.dtype) for t in taken.tensors]
     if exclusive and any(reduction.empty is None for reduction in found):

@@ -1,0 +1,295 @@
+"""Waiting for other ranks: for how long, and saying who did not come.
+
+A call that fails because of another rank ends in a roll call: every rank that is in trouble writes
+so into the group's store, looks who else did, and names those who did not.
+
+    rank 0   waits ... gives up   writes "here"   sees 0, 1, 3:   rank 2 is late
+    rank 1   waits ... cut off    writes "here"   sees 0, 1, 3:   rank 2 is late
+    rank 2   asleep                                               (wakes: the others gave up on it)
+    rank 3   waits ... cut off    writes "here"   sees 0, 1, 3:   rank 2 is late
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import weakref
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from allgrad.errors import AllgradError, InputError, RankLate, RankLost, RankRaised, rank_table
+from allgrad.groups import world_rank, world_store
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from allgrad.groups import Group
+
+__all__ = [
+    "deadline",
+    "explain",
+    "introduce",
+    "limit",
+    "listening",
+    "patient",
+    "raised_on",
+    "remember",
+    "take_back_failure",
+    "tell_failure",
+    "wait",
+]
+
+_ROLL_CALL_SECONDS = 2.0
+_LOOK_EVERY = 0.5
+_ENVIRONMENT = "ALLGRAD_DEADLINE"
+
+
+def _seconds(value: object, where: str) -> float:
+    try:
+        seconds = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 < seconds < 1e7:
+        raise InputError(f"{where}={value!r} is not a time.\nGive seconds, more than 0.")
+    return seconds
+
+
+class _Limits:
+    """The deadline in force, and the groups used by a block that listens for other ranks' errors."""
+
+    def __init__(self) -> None:
+        given = os.environ.get(_ENVIRONMENT)
+        self.seconds = None if given is None else _seconds(given, _ENVIRONMENT)
+        self.told = False
+        self.used: dict[Any, Group] | None = None
+
+
+_LIMITS = _Limits()
+
+
+@contextlib.contextmanager
+def deadline(seconds: float | None) -> Generator[None]:
+    """Within this block, no call waits longer than this for another rank.
+
+    When one does not come, the others raise ``RankLate`` with its number; when its connection is
+    gone, ``RankLost``, at once. The group cannot be used after either: destroy it and start anew.
+    ``None`` lifts an outer deadline. ``ALLGRAD_DEADLINE`` sets one for the whole program.
+    """
+    before, after = _LIMITS.seconds, None if seconds is None else _seconds(seconds, "deadline")
+    _LIMITS.seconds = after
+    try:
+        yield
+    finally:
+        _LIMITS.seconds = before
+
+
+@contextlib.contextmanager
+def listening() -> Generator[dict[Any, Group]]:
+    """Within this block, waiting ranks look every now and then whether another one failed.
+
+    The block gets the groups that its calls use.
+    """
+    take_back_failure()
+    outer = _LIMITS.used
+    _LIMITS.used = {} if outer is None else outer
+    try:
+        yield _LIMITS.used
+    finally:
+        _LIMITS.used = outer
+
+
+def patient() -> bool:
+    """Tell whether calls simply wait: no deadline, nobody to listen to."""
+    return _LIMITS.seconds is None and _LIMITS.used is None
+
+
+def limit(group: Group) -> None:
+    """Give the backend the deadline too: what it has begun then ends, and the group can be destroyed."""
+    if _LIMITS.seconds is not None:
+        assert group.process_group is not None
+        group.process_group.set_timeout(timedelta(seconds=_LIMITS.seconds))
+
+
+def wait(group: Group, work: Any) -> None:
+    """Wait for a started call, within the deadline, listening for other ranks' failures."""
+    if work is None:
+        return
+    if patient():
+        work.wait()
+        return
+    began, allowed = time.monotonic(), _LIMITS.seconds
+    while True:
+        try:
+            work.wait(timedelta(seconds=_LOOK_EVERY))
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            _raise_told(group)
+            if allowed is not None and time.monotonic() - began > allowed + _LOOK_EVERY:
+                raise
+        else:
+            return
+
+
+def tell_failure(error: BaseException) -> None:
+    """Leave word that this rank ended with an error, for ranks that wait for it."""
+    text = f"{type(error).__name__}: {error}"[:2000]
+    with contextlib.suppress(RuntimeError):
+        store = world_store()
+        if store is not None:
+            store.set(f"allgrad/raised/{world_rank()}", f"{time.time()}\n{text}")
+            _LIMITS.told = True
+
+
+def take_back_failure() -> None:
+    """Go on after a failure that was told: it is no longer true."""
+    if _LIMITS.told:
+        _LIMITS.told = False
+        with contextlib.suppress(RuntimeError):
+            store = world_store()
+            if store is not None:
+                store.delete_key(f"allgrad/raised/{world_rank()}")
+
+
+def explain(group: Group, error: RuntimeError) -> Exception:
+    """Turn a backend's error about a silent or lost peer into one that names the rank."""
+    text = str(error).lower()
+    late = "timed out" in text or "timeout" in text
+    lost = any(sign in text for sign in ("connection", "broken pipe", "socket", "read error"))
+    if not late and not lost:
+        return error
+    try:
+        return _roll_call(group, "late" if late else "cut off")
+    except AllgradError as told:
+        return told
+    except RuntimeError:
+        kind = RankLate if late else RankLost
+        return kind(
+            f"{group.call}: another rank {'did not come' if late else 'is gone'}, and the store in "
+            "which the ranks find each other is gone too.\n"
+            "Look at the process that started it (rank 0, or the launcher), and start anew."
+        )
+
+
+def _roll_call(group: Group, trouble: str) -> Exception:
+    store = group.process_group.get_group_store()  # type: ignore[union-attr]
+    store.set(f"allgrad/roll/{group.rank}", f"{time.time()}\n{trouble}")
+    until = time.monotonic() + _ROLL_CALL_SECONDS
+    while True:
+        _raise_told(group)
+        present = _present(group, store)
+        if len(present) == group.size or time.monotonic() > until:
+            break
+        time.sleep(0.02)
+    absent = [rank for rank in range(group.size) if rank not in present]
+    rows = [
+        {"late": "waited in vain", "cut off": "was cut off"}[present[rank]]
+        if rank in present
+        else _about(group, store, rank)
+        for rank in range(group.size)
+    ]
+    gone = [rank for rank in absent if "is gone" in rows[rank]]
+    if gone or "late" not in present.values():
+        kind: type[AllgradError] = RankLost
+        what = (
+            f"{_ranks(gone or absent)} lost" if absent else "the connection between ranks was lost"
+        )
+    else:
+        kind = RankLate
+        within = "" if _LIMITS.seconds is None else f" within {_LIMITS.seconds:g} s"
+        what = f"{_ranks(absent)} late: not here{within}" if absent else "this rank came too late"
+    marks = dict.fromkeys(absent, "not here")
+    advice = "Destroy the process group on every rank, and start anew."
+    return kind(rank_table(f"{group.call}: {what}.", rows, marks, advice))
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
+
+
+_FIRST_USE: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+_LAST_WORDS: dict[tuple[str, int], str] = {}
+
+
+def introduce(group: Group) -> None:
+    """On first use of a group: leave word who this is, for whoever misses this rank later."""
+    if _LIMITS.used is not None:
+        _LIMITS.used[group.process_group] = group
+    if group.process_group not in _FIRST_USE:
+        _FIRST_USE[group.process_group] = time.time() - 1.0
+        with contextlib.suppress(RuntimeError):
+            store = group.process_group.get_group_store()  # type: ignore[union-attr]
+            store.set(f"allgrad/who/{group.rank}", f"{os.getpid()} {socket.gethostname()}")
+
+
+def remember(group: Group, rank: int, words: str) -> None:
+    """Keep what a rank last agreed on, to show it if it does not come again."""
+    _LAST_WORDS[group.name, rank] = words
+
+
+def _present(group: Group, store: Any) -> dict[int, str]:
+    """The ranks that answered the roll call, and in what trouble they are."""
+    found = {}
+    for rank in range(group.size):
+        entry = _entry(group, store, f"allgrad/roll/{rank}")
+        if entry is not None:
+            found[rank] = entry[1]
+    return found
+
+
+def _entry(group: Group, store: Any, key: str) -> tuple[float, str] | None:
+    """What a rank left in a store. Older than this use of the group, it is an earlier world's."""
+    if not store.check([key]):
+        return None
+    when, text = store.get(key).decode("utf-8", errors="replace").split("\n", 1)
+    since = _FIRST_USE.get(group.process_group, 0.0)
+    return (float(when), text) if float(when) >= since else None
+
+
+def _raise_told(group: Group) -> None:
+    """Raise what another rank ended with, if it left word."""
+    store = world_store()
+    if store is None:
+        return
+    told = {}
+    for rank, member in enumerate(group.members):
+        entry = None if rank == group.rank else _entry(group, store, f"allgrad/raised/{member}")
+        if entry is not None:
+            told[rank] = entry
+    if told:
+        rank = min(told, key=lambda r: told[r][0])
+        raise raised_on(group, rank, told[rank][1])
+
+
+def raised_on(group: Group, rank: int, text: str) -> RankRaised:
+    """The error for ranks that waited for one that failed."""
+    return RankRaised(
+        f"{group.call}: rank {rank} ended with an error of its own:\n  {text}\n"
+        f"Mend that on rank {rank}; this rank only waited for it."
+    )
+
+
+def _about(group: Group, store: Any, rank: int) -> str:
+    """What can be said of a rank that does not answer."""
+    last = _LAST_WORDS.get((group.name, rank))
+    after = f"; last agreed on {last}" if last else ""
+    key = f"allgrad/who/{rank}"
+    if not store.check([key]):
+        return "has not used this group yet" + after
+    pid, host = store.get(key).decode("utf-8", errors="replace").split(" ", 1)
+    return f"process {pid} on {host} {_state(pid, host)}{after}"
+
+
+def _state(pid: str, host: str) -> str:
+    if host != socket.gethostname() or not Path("/proc").is_dir():
+        return "does not answer"
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "is gone"
+    if state in "ZX":
+        return "is gone"
+    return "is stopped" if state in "Tt" else "runs, but is not in this call"
