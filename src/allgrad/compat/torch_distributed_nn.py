@@ -1,0 +1,315 @@
+"""What ``torch.distributed.nn.functional`` offers, with the exact gradient of every call.
+
+A program changes its import line, and keeps its calls::
+
+    from torch.distributed.nn.functional import all_gather, reduce_scatter
+
+becomes::
+
+    from allgrad.compat.torch_distributed_nn import all_gather, reduce_scatter
+
+``src`` and ``dst`` are global ranks and output arguments are filled, as in the original; ``group``
+may also be anything allgrad takes. docs/migrating.md lists where the originals' numbers differ.
+
+A result requires grad on every rank, so that backward has everyone. Where that is not wanted,
+``grad="none"`` (or ``torch.no_grad()``) gives plain values, and ``grad="same"`` the own part only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import allgrad as ag
+from allgrad import agreement, reductions, wire
+from allgrad.agreement import Announcement, Brought
+from allgrad.collectives.arguments import (
+    Grad,
+    announce,
+    attempt,
+    exchange,
+    own_pieces,
+    require_fit,
+    shares,
+    take,
+)
+from allgrad.errors import GroupError, InputError, PieceMismatch, SizesError, TensorError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from allgrad.wire import Group, GroupLike
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
+
+
+def broadcast(tensor: Tensor, src: int, group: GroupLike = None, *, grad: Grad = "sum") -> Tensor:
+    """What ``src`` holds, on every rank."""
+    root = _in_group("broadcast", group, src)[1]
+    return ag.broadcast(tensor, root, group=group, grad=grad)
+
+
+def reduce(tensor: Tensor, dst: int, op: Any = "sum", group: GroupLike = None) -> Tensor:
+    """The reduction on ``dst``, zeros on the others."""
+    return ag.reduce(tensor, _in_group("reduce", group, dst)[1], op, group=group)
+
+
+def all_reduce(
+    tensor: Tensor, op: Any = "sum", group: GroupLike = None, *, grad: Grad = "sum"
+) -> Tensor:
+    """The reduction on every rank."""
+    return ag.all_reduce(tensor, op, group=group, grad=grad)
+
+
+def all_gather(
+    tensor: Tensor, group: GroupLike = None, *, grad: Grad = "sum"
+) -> tuple[Tensor, ...]:
+    """A tuple of every rank's tensor; lengths may differ along the first dimension."""
+    ranks = wire.resolve("all_gather", group)
+    sizes = _sizes("all_gather", ranks, tensor)
+    return _apart(ag.all_gather(tensor, sizes=sizes, group=group, grad=grad), sizes, tensor)
+
+
+def gather(tensor: Tensor, dst: int = 0, group: GroupLike = None) -> tuple[Tensor, ...]:
+    """On ``dst`` a tuple of every rank's tensor; on the others a tuple of zeros as large."""
+    ranks, root = _in_group("gather", group, dst)
+    sizes = _sizes("gather", ranks, tensor)
+    joined = ag.gather(tensor, root, sizes=sizes, group=group)
+    if ranks.rank != root:  # the empty piece keeps the zeros in the graph: backward needs everyone
+        joined = torch.cat([joined, joined.new_zeros(sum(sizes), *joined.shape[1:])])
+    return _apart(joined, sizes, tensor)
+
+
+def scatter(tensors: Sequence[Tensor] | None, src: int = 0, group: GroupLike = None) -> Tensor:
+    """On rank ``r``, tensor ``r`` of the list that ``src`` holds.
+
+    The others pass None, or a list that is not looked at and gets gradients of zero.
+    """
+    ranks, root = _in_group("scatter", group, src)
+    here = ranks.rank == root
+
+    def check() -> Tensor | None:
+        if tensors is None and not here:
+            return None
+        _check_list("scatter", "tensors", tensors, ranks.size if here else None, one_shape=True)
+        assert tensors is not None
+        return torch.cat([t.unsqueeze(0)[: None if here else 0] for t in tensors])
+
+    whole = _agreed("scatter", ranks, tensors, check)
+    piece: Tensor = ag.scatter(whole, root, group=group)
+    return piece.squeeze(0)
+
+
+def reduce_scatter(
+    output: Tensor, input_list: Sequence[Tensor], op: Any = "sum", group: GroupLike = None
+) -> Tensor:
+    """Tensor ``r`` of the lists, reduced, on rank ``r``: returned, and written into ``output``."""
+    ranks = wire.resolve("reduce_scatter", group)
+
+    def check() -> None:
+        _check_list("reduce_scatter", "input_list", input_list, ranks.size)
+        _check_output("reduce_scatter", output, input_list[0], input_list[ranks.rank].numel())
+        reductions.find("reduce_scatter", op, input_list[0].dtype)
+
+    _agreed("reduce_scatter", ranks, input_list, check)
+    one_shape = all(t.shape == input_list[0].shape for t in input_list)
+    _require_same("reduce_scatter", ranks, input_list[0] if one_shape else list(input_list))
+    flat = torch.cat([t.reshape(-1) for t in input_list])
+    own = ag.reduce_scatter(flat, op=op, sizes=[t.numel() for t in input_list], group=group)
+    return _fill([output.detach()], [own])[0]
+
+
+def _all_gather_base(
+    output_tensor: Tensor, input_tensor: Tensor, group: GroupLike = None, *, grad: Grad = "sum"
+) -> Tensor:
+    """Every rank's tensor, one after another: returned, and written into ``output_tensor``."""
+    ranks = wire.resolve("all_gather", group)
+
+    def check() -> None:
+        _check_tensor("all_gather", "input_tensor", input_tensor)
+        _check_output("all_gather", output_tensor, input_tensor, input_tensor.numel() * ranks.size)
+
+    _agreed("all_gather", ranks, input_tensor, check)
+    _require_same("all_gather", ranks, input_tensor)
+    joined = ag.all_gather(input_tensor, sizes="equal", group=group, grad=grad)
+    return _fill([output_tensor.detach()], [joined])[0]
+
+
+def all_to_all(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
+    group: GroupLike = None,
+) -> tuple[Tensor, ...]:
+    """Tensor ``r`` of the inputs to rank ``r``. The outputs become what arrives, and are returned.
+
+    They are part of the graph afterwards, as in the original; sizes may differ.
+    """
+    ranks = wire.resolve("all_to_all", group)
+
+    def check() -> tuple[Tensor, list[int], list[int]]:
+        _check_list("all_to_all", "input_tensor_list", input_tensor_list, ranks.size)
+        _check_list("all_to_all", "output_tensor_list", output_tensor_list, ranks.size)
+        _check_output("all_to_all", output_tensor_list[0], input_tensor_list[0])
+        flat = torch.cat([t.reshape(-1) for t in input_tensor_list])
+        return flat, [t.numel() for t in input_tensor_list], [t.numel() for t in output_tensor_list]
+
+    flat, send, expected = _agreed("all_to_all", ranks, input_tensor_list, check)
+    arrived = _exchange_blocks(ranks, group, flat, send, expected)
+    return _fill(output_tensor_list, torch.unsafe_split_with_sizes(arrived, expected))
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,  # noqa: A002
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> Tensor:
+    """Block ``r`` of ``input`` to rank ``r``; the blocks returned, and written into ``output``.
+
+    Split sizes count along the first dimension; None or an empty list makes equal blocks.
+    """
+    ranks = wire.resolve("all_to_all", group)
+
+    def check() -> tuple[list[int], list[int]]:
+        _check_tensor("all_to_all", "input", input)
+        _check_output("all_to_all", output, input)
+        return (
+            _elements(ranks, input, input_split_sizes, "input_split_sizes"),
+            _elements(ranks, output, output_split_sizes, "output_split_sizes"),
+        )
+
+    send, expected = _agreed("all_to_all", ranks, input, check)
+    arrived = _exchange_blocks(ranks, group, input.reshape(-1), send, expected)
+    return _fill([output.detach()], [arrived])[0]
+
+
+def _in_group(op: str, group: GroupLike, global_rank: int) -> tuple[Group, int]:
+    """The group, and where in it the process stands that the whole world calls ``global_rank``."""
+    ranks = wire.resolve(op, group)
+    members = [0] if ranks.process_group is None else ranks.members
+    if global_rank not in members:
+        raise GroupError(
+            f"{op}: global rank {global_rank!r} is not in the group.\n"
+            f"Give the global rank of a member, one of {members}."
+        )
+    return ranks, members.index(global_rank)
+
+
+class _Fill(torch.autograd.Function):
+    """Results written into memory the caller owns, which then is the result in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Sequence[Tensor], *results: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
+        for output, result in zip(outputs, results, strict=True):
+            output.copy_(result)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004
+        return None, *gradients
+
+
+def _fill(outputs: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    shaped = [result.view(o.shape) for o, result in zip(outputs, results, strict=True)]
+    filled: tuple[Tensor, ...] = _Fill.apply(outputs, *shaped)  # type: ignore[no-untyped-call]
+    return filled
+
+
+def _apart(joined: Tensor, sizes: Sequence[int], like: Tensor) -> tuple[Tensor, ...]:
+    # Unlike views of one tensor, these may be changed in place (test_pieces_can_be_changed_in_place).
+    pieces = torch.unsafe_split_with_sizes(joined, list(sizes))
+    return tuple(piece if like.dim() else piece.reshape(()) for piece in pieces)
+
+
+def _sizes(op: str, ranks: Group, tensor: Tensor) -> tuple[int, ...]:
+    _agreed(op, ranks, tensor, lambda: _check_tensor(op, "tensor", tensor))
+    return own_pieces(op, ranks, tensor, 0, None)[1].sizes[0]
+
+
+def _agreed(op: str, ranks: Group, x: object, check: Callable[[], Any]) -> Any:
+    """The check's result. What it raises goes to the ranks that wait in the exchange to come."""
+    checked = attempt(check, others_wait=ranks.size > 1)
+    if isinstance(checked, InputError):
+        raise announce(op, ranks, x, checked)
+    return checked
+
+
+def _require_same(op: str, ranks: Group, x: Tensor | list[Tensor]) -> None:
+    taken = take(op, x)
+    heard = exchange(op, ranks, taken, (0,) * len(taken.tensors))
+    require_fit(op, taken, heard, free=False)
+
+
+def _exchange_blocks(
+    ranks: Group, group: GroupLike, flat: Tensor, send: Sequence[int], expected: Sequence[int]
+) -> Tensor:
+    """Blocks of a flat tensor, once every rank knows that all outputs fit what arrives."""
+    taken = take("all_to_all", flat)
+    heard = exchange("all_to_all", ranks, taken, (0,), [send])
+    require_fit("all_to_all", taken, heard, free=True)
+    arriving = [a.tensors[0].amount for a in heard]
+    problem = None
+    if arriving != list(expected):
+        problem = SizesError(
+            f"all_to_all: the output has room for {list(expected)} elements by rank, but "
+            f"{arriving} arrive.\nGive outputs, or output_split_sizes, as large as what is sent."
+        )
+    brought = Brought(flat.dtype, tuple(flat.shape), 0)
+    agreement.exchange(ranks, Announcement("all_to_all", (brought,), 0, problem), flat.device)
+    return ag.all_to_all(flat, send_sizes=send, recv_sizes=arriving, group=group)
+
+
+def _elements(ranks: Group, x: Tensor, split: Sequence[int] | None, name: str) -> list[int]:
+    """How many elements of ``x`` belong to each rank."""
+    rows = x.shape[0] if x.dim() else 1
+    sizes = shares("all_to_all", ranks, rows, split or "equal", name)
+    return [size * (x.numel() // max(rows, 1)) for size in sizes]
+
+
+def _check_tensor(op: str, name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TensorError(f"{op}: {name} is {type(x).__name__}, not a tensor.\nGive a tensor.")
+
+
+def _check_list(
+    op: str, name: str, xs: object, length: int | None, *, one_shape: bool = False
+) -> None:
+    if not isinstance(xs, (list, tuple)) or not all(isinstance(x, Tensor) for x in xs):
+        raise TensorError(f"{op}: {name} is not a list of tensors.\nGive one tensor for each rank.")
+    if not xs or len(xs) != (length or len(xs)):
+        raise InputError(f"{op}: {name} has {len(xs)} tensors.\nGive one for each rank.")
+    if any(x.dtype != xs[0].dtype for x in xs):
+        raise PieceMismatch(f"{op}: {name} has several dtypes.\nCast them to one.")
+    if one_shape and any(x.shape != xs[0].shape for x in xs):
+        shapes = ", ".join(str(tuple(x.shape)) for x in xs)
+        raise PieceMismatch(
+            f"{op}: {name} has tensors of shapes {shapes}.\n"
+            f"Give one shape to all, or join them and use allgrad.{op} with sizes."
+        )
+
+
+def _check_output(op: str, output: object, like: Tensor, elements: int | None = None) -> None:
+    _check_tensor(op, "the output", output)
+    assert isinstance(output, Tensor)
+    if output.dtype != like.dtype:
+        raise TensorError(
+            f"{op}: the output is {output.dtype}, the input {like.dtype}.\nGive both one dtype."
+        )
+    if elements is not None and output.numel() != elements:
+        raise SizesError(
+            f"{op}: the output has shape {tuple(output.shape)}, but {elements} elements arrive.\n"
+            "Give an output as large as the result."
+        )

@@ -1,0 +1,107 @@
+"""The gather of unequal pieces found in many repositories, exact and without padding.
+
+The calls are those of ``distributed.py`` in gigagan-pytorch, x-clip, st-moe-pytorch and
+soft-moe-pytorch. Those give a rank the gradient of its own loss alone and drop what the other
+ranks' losses owe to its piece; here all of it arrives. ``grad="same"`` keeps the own part only, for
+when every rank computes the same loss and it counts once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+import allgrad as ag
+from allgrad import wire
+from allgrad.collectives.arguments import Grad, check_grad, own_pieces, take
+from allgrad.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from allgrad.wire import GroupLike
+
+__all__ = ["AllGather", "all_gather", "all_gather_variable_dim", "pad_dim_to"]
+
+
+def all_gather(
+    t: Tensor,
+    dim: int = 0,
+    sizes: Tensor | Sequence[int] | None = None,
+    *,
+    group: GroupLike = None,
+    grad: Grad = "sum",
+) -> tuple[Tensor, Tensor | None]:
+    """All pieces joined along ``dim``, and their lengths by rank; one rank alone gets ``(t, None)``.
+
+    The lengths are a tensor to pass as ``sizes`` to the next call, which then exchanges none.
+    """
+    if wire.resolve("all_gather", group).size == 1:
+        return _alone(t, grad), None
+    return all_gather_variable_dim(t, dim, sizes, group=group, grad=grad)
+
+
+def all_gather_variable_dim(
+    t: Tensor,
+    dim: int = 0,
+    sizes: Tensor | Sequence[int] | None = None,
+    *,
+    group: GroupLike = None,
+    grad: Grad = "sum",
+) -> tuple[Tensor, Tensor | None]:
+    """The same; a process group of one rank tells its length too, and without one it is None.
+
+    The original has no gradient: ``grad="none"`` keeps that.
+    """
+    ranks = wire.resolve("all_gather", group)
+    if ranks.process_group is None:
+        return _alone(t, grad), None
+    if sizes is None:
+        lengths = own_pieces("all_gather", ranks, t, dim, None)[1].sizes[0]
+    else:
+        lengths = tuple(sizes.flatten().tolist() if isinstance(sizes, Tensor) else sizes)
+    joined = ag.all_gather(t, dim, sizes=lengths, group=group, grad=grad)
+    if isinstance(sizes, Tensor):
+        return joined, sizes
+    return joined, torch.tensor(lengths, dtype=torch.int64, device=t.device)
+
+
+class AllGather(nn.Module):
+    """:func:`all_gather_variable_dim` as a module."""
+
+    def __init__(self, *, dim: int = 0, group: GroupLike = None, grad: Grad = "sum") -> None:
+        """Gather along ``dim``, over ``group``, with that meaning of the gradient."""
+        super().__init__()
+        check_grad("AllGather", grad)
+        self.dim, self.group, self.grad = dim, group, grad
+
+    def forward(
+        self, x: Tensor, sizes: Tensor | Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """All pieces joined, and their lengths by rank."""
+        return all_gather_variable_dim(x, self.dim, sizes, group=self.group, grad=self.grad)
+
+
+def pad_dim_to(t: Tensor, length: int, dim: int = 0) -> Tensor:
+    """The tensor with zeros after its end along ``dim``, up to ``length``.
+
+    The original cuts off what is longer; here that raises.
+    """
+    taken = take("pad_dim_to", t)
+    (dim,) = taken.dims("pad_dim_to", dim)
+    (vector,) = taken.at_least_vectors().tensors
+    missing = length - vector.shape[dim]
+    if missing < 0:
+        raise InputError(
+            f"pad_dim_to: length={length}, but dim {dim} of shape {tuple(vector.shape)} is longer.\n"
+            "Give a length that holds all of it, or cut it with narrow."
+        )
+    padding = [*vector.shape[:dim], missing, *vector.shape[dim + 1 :]]
+    return torch.cat([vector, vector.new_zeros(padding)], dim)
+
+
+def _alone(t: Tensor, grad: Grad) -> Tensor:
+    check_grad("all_gather", grad)
+    return t.detach() if grad == "none" else t

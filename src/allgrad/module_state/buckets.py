@@ -1,0 +1,88 @@
+"""Many tensors as few messages: bytes of any dtypes packed one after another, without gaps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+import torch
+
+from allgrad.module_state.facts import as_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+__all__ = ["Bucket", "buckets"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors of one device that travel together.
+
+    tensors   [ a a ]  [ b ]  [ c c c ]
+    packed    [ a a | b | c c c ]           as bytes
+    """
+
+    tensors: tuple[Tensor, ...]
+    nbytes: int
+
+    def pack(self) -> Tensor:
+        """The bytes of all; one contiguous tensor alone is not copied."""
+        if len(self.tensors) == 1:
+            return as_bytes(self.tensors[0])
+        flat = self.empty()
+        for part, run in self._runs(flat):
+            torch.cat([x.reshape(-1) for x in run], out=part)
+        return flat
+
+    def unpack(self, flat: Tensor) -> None:
+        """Write the bytes into the tensors, whatever their strides."""
+        for part, run in self._runs(flat):
+            for x, values in zip(run, part.split([x.numel() for x in run]), strict=True):
+                if x.is_contiguous():
+                    x.view(-1).copy_(values)
+                else:
+                    x.copy_(values.view(x.shape))
+
+    def empty(self) -> Tensor:
+        """Memory for the bytes of all."""
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=self.tensors[0].device)
+
+    def _runs(self, flat: Tensor) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
+        """Neighbours of one dtype, and their part of the bytes seen as that dtype."""
+        start = 0
+        for dtype, group in groupby(self.tensors, lambda x: x.dtype):
+            run = list(group)
+            end = start + sum(x.nbytes for x in run)
+            yield flat[start:end].view(dtype), run
+            start = end
+
+
+def buckets(tensors: Sequence[Tensor], limit: int) -> list[Bucket]:
+    """Share the tensors out over buckets of at most ``limit`` bytes, a device at a time.
+
+    Those that are larger are alone in theirs; those without elements are in none. Wide dtypes go
+    first, so that each begins where its elements may begin (test_mixed_dtypes_leave_no_gaps).
+    """
+    kinds: dict[torch.device, dict[torch.dtype, list[tuple[Tensor, int]]]] = {}
+    looks = map(attrgetter("device", "dtype", "nbytes"), tensors)
+    for x, (device, dtype, nbytes) in zip(tensors, looks, strict=True):
+        if nbytes:
+            kinds.setdefault(device, {}).setdefault(dtype, []).append((x, nbytes))
+    found = []
+    for by_dtype in kinds.values():
+        held: list[Tensor] = []
+        total = 0
+        for dtype in sorted(by_dtype, key=lambda dtype: (-dtype.itemsize, str(dtype))):
+            for x, nbytes in by_dtype[dtype]:
+                if held and total + nbytes > limit:
+                    found.append(Bucket(tuple(held), total))
+                    held, total = [], 0
+                held.append(x)
+                total += nbytes
+        found.append(Bucket(tuple(held), total))
+    return found
