@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
@@ -100,11 +101,11 @@ def _anchor(*, tangents: bool) -> Tensor:
     takes part with copies, or with zeros (test_piece_without_batch_takes_part,
     test_piece_without_tangent_takes_part).
     """
-    active = _active_transforms()
-    by_hand = forward_ad._current_level >= 0 and "Jvp" not in active  # noqa: SLF001
-    # Where dual numbers meet func.grad, either may be the outer one: both levels get a tangent.
-    levels = {"Grad", ""} if by_hand else {"Jvp"}
-    return _anchor_at(active, levels if tangents else set())
+    levels: set[str] = set()
+    if tangents and forward_ad._current_level >= 0:  # noqa: SLF001
+        # Dual numbers in or around func.grad: nothing tells which, so both levels get a tangent.
+        levels = {"Jvp"} if eager_transforms.JVP_NESTING else {"Grad", ""}
+    return _anchor_at(_active_transforms(), levels)
 
 
 def _anchor_at(active: Sequence[str], with_tangent: Collection[str]) -> Tensor:
