@@ -173,7 +173,7 @@ def _agree_first(group: Group, planned: Planned) -> Generator[None]:
             planned.dtype,
             planned.elements,
             planned.root,
-            f"backward of {call}" if in_backward else call,
+            f"backward of collective {group.serial}, {call}" if in_backward else call,
             site or now,
             tuple(planned.send),
             tuple(planned.receive),

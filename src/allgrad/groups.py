@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -46,6 +47,7 @@ class Group:
     call: str
     facts: str = ""
     site: str = ""
+    serial: int = 0
 
     @property
     def members(self) -> list[int]:
@@ -84,6 +86,7 @@ def world_rank() -> int:
 
 
 _describing = 0
+_serials: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def describe_calls(wanted: bool) -> None:
@@ -112,7 +115,8 @@ def resolve(call: str, group: GroupLike, facts: Callable[[], str] | None = None)
     if not _describing or torch.compiler.is_compiling():
         return Group(process_group, rank, process_group.size(), call)
     told = "" if facts is None else facts()
-    return Group(process_group, rank, process_group.size(), call, told, call_site())
+    serial = _serials[process_group] = _serials.get(process_group, 0) + 1
+    return Group(process_group, rank, process_group.size(), call, told, call_site(), serial)
 
 
 def _process_group_of(call: str, group: object) -> dist.ProcessGroup:

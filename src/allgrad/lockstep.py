@@ -13,6 +13,7 @@ from allgrad.backward_order import Chain
 from allgrad.errors import (
     CollectiveMismatch,
     InputError,
+    ModeError,
     RankLate,
     RankLost,
     RankRaised,
@@ -98,7 +99,10 @@ def lockstep() -> Generator[Step]:
     Blocks may be nested and repeated; each goes backward through its own collectives.
     """
     if torch.compiler.is_compiling():
-        torch._dynamo.graph_break()  # noqa: SLF001
+        raise ModeError(
+            "lockstep: a block cannot be traced by torch.compile.\n"
+            "Compile what is around its collectives, not the block itself."
+        )
     step = Step(Chain())
     with waiting.listening() as used, step._chain.growing():  # noqa: SLF001
         try:

@@ -201,6 +201,11 @@ def _batched(info: Any, dims: Sequence[int | None], xs: Sequence[Tensor]) -> lis
 
 def _trace(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool) -> tuple[Tensor, ...]:
     """The same under torch.compile, which knows a Function's backward but neither other rule."""
+    if _order is not None:
+        raise ModeError(
+            f"{pair.name}: lockstep cannot order the backward of a compiled graph.\n"
+            "Compile what is around the lockstep block, or use the block without compile."
+        )
     active = _active_transforms() if torch._C._are_functorch_transforms_active() else ()  # noqa: SLF001
     if active:
         _refuse_what_compile_gets_wrong(pair, active)

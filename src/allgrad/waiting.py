@@ -154,7 +154,7 @@ def take_back_failure() -> None:
                 store.delete_key(f"allgrad/raised/{world_rank()}")
 
 
-def explain(group: Group, error: RuntimeError) -> Exception:
+def explain(group: Group, error: RuntimeError, waited: float) -> Exception:
     """Turn a backend's error about a silent or lost peer into one that names the rank."""
     text = str(error).lower()
     late = "timed out" in text or "timeout" in text
@@ -162,7 +162,7 @@ def explain(group: Group, error: RuntimeError) -> Exception:
     if not late and not lost:
         return error
     try:
-        return _roll_call(group, "late" if late else "cut off")
+        return _roll_call(group, "waited in vain" if late else "was cut off", waited)
     except AllgradError as told:
         return told
     except RuntimeError:
@@ -174,34 +174,40 @@ def explain(group: Group, error: RuntimeError) -> Exception:
         )
 
 
-def _roll_call(group: Group, trouble: str) -> Exception:
+def _roll_call(group: Group, trouble: str, waited: float) -> Exception:
     store = group.process_group.get_group_store()  # type: ignore[union-attr]
-    store.set(f"allgrad/roll/{group.rank}", f"{time.time()}\n{trouble}")
+    store.set(f"allgrad/roll/{group.rank}", f"{waited:.3f} {trouble}")
     until = time.monotonic() + _ROLL_CALL_SECONDS
     while True:
         _raise_told(group)
         present = _present(group, store)
-        if len(present) == group.size or time.monotonic() > until:
+        absent = [rank for rank in range(group.size) if rank not in present]
+        # Nobody waits for a process that is seen to be gone.
+        if all("is gone" in _about(group, store, rank) for rank in absent):
+            break
+        if time.monotonic() > until:
             break
         time.sleep(0.02)
-    absent = [rank for rank in range(group.size) if rank not in present]
-    rows = [
-        {"late": "waited in vain", "cut off": "was cut off"}[present[rank]]
-        if rank in present
-        else _about(group, store, rank)
-        for rank in range(group.size)
-    ]
-    gone = [rank for rank in absent if "is gone" in rows[rank]]
-    if gone or "late" not in present.values():
+    longest = max(seconds for seconds, _ in present.values())
+    someone_waited = any(trouble == "waited in vain" for _, trouble in present.values())
+    rows, marks = [], {}
+    for rank in range(group.size):
+        if rank not in present:
+            rows.append(_about(group, store, rank))
+            marks[rank] = "not here"
+            continue
+        seconds, trouble = present[rank]
+        rows.append(f"{trouble} after {seconds:.1f} s")
+        if someone_waited and trouble == "was cut off" and seconds < longest / 2:
+            marks[rank] = "came when others had given up"
+    gone = [rank for rank in marks if "is gone" in rows[rank]]
+    if gone or not someone_waited:
         kind: type[AllgradError] = RankLost
-        what = (
-            f"{_ranks(gone or absent)} lost" if absent else "the connection between ranks was lost"
-        )
+        what = f"{_ranks(gone or list(marks))} lost" if marks else "a connection was lost"
     else:
         kind = RankLate
-        within = "" if _LIMITS.seconds is None else f" within {_LIMITS.seconds:g} s"
-        what = f"{_ranks(absent)} late: not here{within}" if absent else "this rank came too late"
-    marks = dict.fromkeys(absent, "not here")
+        within = "" if _LIMITS.seconds is None else f": not here within {_LIMITS.seconds:g} s"
+        what = f"{_ranks(list(marks))} late{within}" if marks else "the ranks waited in vain"
     advice = "Destroy the process group on every rank, and start anew."
     return kind(rank_table(f"{group.call}: {what}.", rows, marks, advice))
 
@@ -210,18 +216,22 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
 
 
-_FIRST_USE: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+_INTRODUCED: weakref.WeakSet[Any] = weakref.WeakSet()
 _LAST_WORDS: dict[tuple[str, int], str] = {}
 
 
 def introduce(group: Group) -> None:
-    """On first use of a group: leave word who this is, for whoever misses this rank later."""
+    """On first use of a group: leave word who this is, for whoever misses this rank later.
+
+    What this rank left at the same store in an earlier world is wiped out.
+    """
     if _LIMITS.used is not None:
         _LIMITS.used[group.process_group] = group
-    if group.process_group not in _FIRST_USE:
-        _FIRST_USE[group.process_group] = time.time() - 1.0
+    if group.process_group not in _INTRODUCED:
+        _INTRODUCED.add(group.process_group)
         with contextlib.suppress(RuntimeError):
             store = group.process_group.get_group_store()  # type: ignore[union-attr]
+            store.delete_key(f"allgrad/roll/{group.rank}")
             store.set(f"allgrad/who/{group.rank}", f"{os.getpid()} {socket.gethostname()}")
 
 
@@ -230,23 +240,15 @@ def remember(group: Group, rank: int, words: str) -> None:
     _LAST_WORDS[group.name, rank] = words
 
 
-def _present(group: Group, store: Any) -> dict[int, str]:
-    """The ranks that answered the roll call, and in what trouble they are."""
+def _present(group: Group, store: Any) -> dict[int, tuple[float, str]]:
+    """The ranks that answered the roll call: how long they waited, and how that ended."""
     found = {}
     for rank in range(group.size):
-        entry = _entry(group, store, f"allgrad/roll/{rank}")
-        if entry is not None:
-            found[rank] = entry[1]
+        key = f"allgrad/roll/{rank}"
+        if store.check([key]):
+            seconds, _, trouble = store.get(key).decode("utf-8", errors="replace").partition(" ")
+            found[rank] = (float(seconds), trouble)
     return found
-
-
-def _entry(group: Group, store: Any, key: str) -> tuple[float, str] | None:
-    """What a rank left in a store. Older than this use of the group, it is an earlier world's."""
-    if not store.check([key]):
-        return None
-    when, text = store.get(key).decode("utf-8", errors="replace").split("\n", 1)
-    since = _FIRST_USE.get(group.process_group, 0.0)
-    return (float(when), text) if float(when) >= since else None
 
 
 def _raise_told(group: Group) -> None:
@@ -256,12 +258,13 @@ def _raise_told(group: Group) -> None:
         return
     told = {}
     for rank, member in enumerate(group.members):
-        entry = None if rank == group.rank else _entry(group, store, f"allgrad/raised/{member}")
-        if entry is not None:
-            told[rank] = entry
+        key = f"allgrad/raised/{member}"
+        if rank != group.rank and store.check([key]):
+            when, text = store.get(key).decode("utf-8", errors="replace").split("\n", 1)
+            told[rank] = (float(when), text)
     if told:
-        rank = min(told, key=lambda r: told[r][0])
-        raise raised_on(group, rank, told[rank][1])
+        first = min(told, key=lambda rank: told[rank][0])
+        raise raised_on(group, first, told[first][1])
 
 
 def raised_on(group: Group, rank: int, text: str) -> RankRaised:

@@ -7,6 +7,7 @@ gathers, scatters or permutes is an ``all_to_all`` with the right counts.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -224,14 +225,15 @@ def _reduce_scatter(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
 
 def _run(group: Group, call: Callable[..., Any], *args: Any, **options: Any) -> None:
     """Make one call of the backend and wait for it, as long as it may take."""
+    if not waiting.patient():
+        _run_together(group, [(call, args, options)])
+        return
     waiting.introduce(group)
+    began = time.monotonic()
     try:
-        if waiting.patient():
-            call(*args, group=group.process_group, **options)
-        else:
-            _run_together(group, [(call, args, options)])
+        call(*args, group=group.process_group, **options)
     except RuntimeError as error:
-        raise waiting.explain(group, error) from error
+        raise waiting.explain(group, error, time.monotonic() - began) from error
 
 
 def _run_together(
@@ -239,6 +241,7 @@ def _run_together(
 ) -> None:
     """Start several calls, then wait for all of them."""
     waiting.introduce(group)
+    began = time.monotonic()
     try:
         waiting.limit(group)
         works = [
@@ -248,7 +251,7 @@ def _run_together(
         for work in works:
             waiting.wait(group, work)
     except RuntimeError as error:
-        raise waiting.explain(group, error) from error
+        raise waiting.explain(group, error, time.monotonic() - began) from error
 
 
 def _as_bytes(x: Tensor) -> Tensor:

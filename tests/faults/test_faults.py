@@ -1,0 +1,122 @@
+"""Nothing ends in a hang, a wrong number, or a rank without an error."""
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults.scenarios import FAULTY, SCENARIOS, here
+
+import allgrad as ag
+import allgrad.errors
+from allgrad.testing import RankFailed, run_ranks
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "failures.md"
+OUTCOMES = {}
+
+
+def run_scenario(name, folder):
+    """Run it on this rank, and write down how it ended before anything else can happen."""
+    rank, _ = here()
+    ag.all_reduce(torch.ones(1))
+    began = time.monotonic()
+    ended = {"error": "exact", "text": ""}
+    try:
+        SCENARIOS[name][0]()
+    except Exception as error:  # noqa: BLE001
+        ended = {"error": type(error).__name__, "text": str(error)}
+    ended["seconds"] = time.monotonic() - began
+    Path(folder, f"{rank}.json").write_text(json.dumps(ended))
+    dist.destroy_process_group()  # the next scenario meets in a new world
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_rank_ends_as_it_should(name, tmp_path):
+    _, title, world, expect, faulty, within = SCENARIOS[name]
+    try:
+        run_ranks(run_scenario, world, name, str(tmp_path), timeout=40)
+    except RankFailed as failure:
+        assert "SIGKILL" in str(failure), failure  # noqa: PT017
+    ended = {}
+    for rank in range(world):
+        file = tmp_path / f"{rank}.json"
+        ended[rank] = json.loads(file.read_text()) if file.exists() else {"error": "killed"}
+    for rank, how in ended.items():
+        wanted = faulty if rank == FAULTY else expect
+        assert how["error"] == wanted, f"rank {rank}: {how}"
+        assert how.get("seconds", 0) < within, f"rank {rank}: {how}"
+        if rank != FAULTY and wanted in {"RankLost", "RankLate"} and "opposite" not in name:
+            named = f"rank {FAULTY} is" in how["text"] or "store" in how["text"]
+            assert named, how["text"]
+        if wanted == "RankRaised":
+            assert f"rank {FAULTY} ended with an error of its own" in how["text"]
+            assert "ZeroDivisionError" in how["text"]
+        if wanted == "CollectiveMismatch":
+            assert "<-" in how["text"]
+            assert "scenarios.py:" in how["text"]
+    OUTCOMES[name] = (title, ended)
+
+
+def page():
+    """The table of docs/failures.md."""
+
+    def when(how):
+        return f"{how['error']}, {how['seconds']:.1f} s" if "seconds" in how else how["error"]
+
+    lines = ["| what happens | rank 0 | rank 1 | rank 2 |", "|---|---|---|---|"]
+    for name in SCENARIOS:
+        title, ended = OUTCOMES[name]
+        lines.append(f"| {title} | {' | '.join(when(ended[rank]) for rank in range(3))} |")
+    return "\n".join(lines)
+
+
+def without_times(text):
+    return re.sub(r", \d+\.\d s", "", text)
+
+
+def test_the_page_says_what_was_seen():
+    if set(OUTCOMES) != set(SCENARIOS):
+        pytest.skip("needs all scenarios of this run")
+    before, _, rest = PAGE.read_text().partition("<!-- generated -->\n")
+    after = rest.partition("<!-- end -->")[2]
+    text = f"{before}<!-- generated -->\n{page()}\n<!-- end -->{after}"
+    if os.environ.get("ALLGRAD_WRITE_DOCS"):
+        PAGE.write_text(text)
+    assert without_times(PAGE.read_text()) == without_times(text), "write it: ALLGRAD_WRITE_DOCS=1"
+
+
+@pytest.mark.ranks(3, timeout=60)
+def test_a_new_world_can_start_after_a_deadline(rank):
+    """In the same processes: destroy the group that failed, and meet again."""
+    store = dist.group.WORLD.get_group_store()
+    with ag.deadline(2):
+        if rank == FAULTY:
+            time.sleep(5)
+        with pytest.raises(allgrad.errors.RankLate):
+            ag.all_reduce(torch.ones(2))
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=3)
+    assert ag.all_reduce(torch.ones(2)).tolist() == [3.0, 3.0]
+    with ag.deadline(20):
+        assert ag.all_gather(torch.tensor([rank])).tolist() == [0, 1, 2]
+
+
+@pytest.mark.ranks(3)
+def test_the_group_works_after_a_mismatch(rank):
+    for _ in range(3):
+        with ag.checked(), pytest.raises(allgrad.errors.CollectiveMismatch):
+            ag.all_reduce(torch.ones(2 + (rank == FAULTY)))
+        with ag.checked():
+            assert ag.all_reduce(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert ag.all_gather(torch.ones(rank)).shape == (3,)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "soon", float("nan"), float("inf")])
+def test_a_deadline_is_a_time(seconds):
+    with pytest.raises(allgrad.errors.InputError, match="is not a time"), ag.deadline(seconds):
+        pass

@@ -1,0 +1,181 @@
+"""lockstep: nested, repeated, twice differentiated, checkpointed, and gone when it is done."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from exactness import grads, leaf, loss, random, same
+from torch.utils.checkpoint import checkpoint
+
+import allgrad as ag
+from allgrad import errors
+
+
+def piece(rank):
+    return random((rank + 1, 2), rank).requires_grad_()
+
+
+def reference(rank, world, fn, *, skip=()):
+    """The gradient of the sum of ``fn(joined, r)`` over ranks, in one process."""
+    leaves = [piece(r) for r in range(world)]
+    total = sum(fn(torch.cat(leaves), r) for r in range(world) if r not in skip)
+    return grads(total, leaves)[rank]
+
+
+@pytest.mark.ranks(2, 3)
+def test_backward_runs_in_reverse_on_every_rank(rank, world):
+    """The collectives' own order of backward, noted as it happens."""
+    seen = []
+    x = piece(rank)
+    with ag.lockstep() as step:
+        results = [ag.all_gather(x * k) for k in range(1, 5)]
+        for k, y in enumerate(results):
+            y.grad_fn.register_prehook(lambda _, k=k: seen.append(k))
+    used = results[::-1] if rank else results[:1]
+    step.backward(sum(y.sum() for y in used))
+    assert seen == [3, 2, 1, 0]
+
+
+@pytest.mark.ranks(3)
+def test_tie_leaves_the_value_and_reaches_everyone(rank, world):
+    x = piece(rank)
+    with ag.lockstep() as step:
+        y = ag.all_gather(x)
+        own = loss(y, rank) if rank != 1 else torch.zeros((), dtype=torch.float64)
+        tied = step.tie(own)
+    assert tied.item() == own.item()
+    tied.backward()
+    same(x.grad, reference(rank, world, loss, skip=[1]), "the gradient")
+
+
+@pytest.mark.ranks(3)
+def test_nested_blocks_have_a_backward_each(rank, world):
+    x = piece(rank)
+    with ag.lockstep() as outer:
+        y = ag.all_gather(x)
+        with ag.lockstep() as inner:
+            z = ag.all_gather(x.detach().requires_grad_())
+            inner.backward(z.sum() if rank else None)
+        outer.backward(loss(y, rank) if rank else None)
+    same(x.grad, reference(rank, world, loss, skip=[0]), "the outer gradient")
+
+
+@pytest.mark.ranks(3)
+def test_gradients_accumulate_over_blocks(rank, world):
+    x = piece(rank)
+    for turn in range(world):  # another rank is without a loss each time
+        with ag.lockstep() as step:
+            y = ag.all_gather(x)
+        step.backward(None if turn == rank else loss(y, rank))
+    want = sum(reference(rank, world, loss, skip=[turn]) for turn in range(world))
+    same(x.grad, want, "the accumulated gradient")
+
+
+@pytest.mark.ranks(3)
+def test_retained_graph_goes_backward_twice(rank, world):
+    x = piece(rank)
+    with ag.lockstep() as step:
+        y = ag.all_gather(x)
+        total = loss(y, rank) if rank else None
+    step.backward(total, retain_graph=True)
+    step.backward(total)
+    same(x.grad, 2 * reference(rank, world, loss, skip=[0]), "twice the gradient")
+
+
+@pytest.mark.ranks(3)
+def test_second_derivative_with_a_rank_that_has_no_loss(rank, world):
+    leaves = [piece(r) for r in range(world)]
+    joined = torch.cat(leaves)
+    first = grads(sum(loss(joined, r) for r in range(1, world)), leaves, graph=True)
+    second = grads(sum(g.square().sum() for g in first[1:]), leaves)
+    x = piece(rank)
+    with ag.lockstep() as step:
+        y = ag.all_gather(x)
+        step.backward(loss(y, rank) if rank else None, create_graph=True)
+        g, x.grad = x.grad, None
+        same(g.detach(), first[rank].detach(), "the first derivative")
+        step.backward(g.square().sum() if rank else None)
+    same(x.grad, second[rank], "the second derivative")
+
+
+@pytest.mark.ranks(2)
+def test_only_the_given_inputs_get_gradients(rank, world):
+    x, w = piece(rank), leaf(random((6,), 5))
+    with ag.lockstep() as step:
+        y = ag.all_gather(x)
+        z = ag.all_reduce(w.sin())
+    total = (y.sum() if rank else 0) + z.sum()
+    step.backward(total, inputs=[w])
+    assert x.grad is None
+    same(w.grad, world * w.detach().cos(), "the gradient asked for")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_inside(rank, world, reentrant):
+    x = piece(rank)
+
+    def part(x):
+        return ag.all_gather(x.sin()).exp()
+
+    with ag.lockstep() as step:
+        y = checkpoint(part, x, use_reentrant=reentrant)
+        step.backward(loss(y, rank))
+    want = reference(rank, world, lambda joined, r: loss(joined.sin().exp(), r))
+    same(x.grad, want, "the gradient")
+
+
+@pytest.mark.ranks(3)
+def test_groups_of_all_kinds_in_one_block(rank, world):
+    pair = dist.new_group([0, 2])
+    x = random((2,), rank).requires_grad_()
+    with ag.lockstep() as step:
+        a = ag.all_reduce(x)
+        b = ag.all_reduce(x * x, group=pair) if rank != 1 else x
+        c = ag.all_gather(x)
+    step.backward({0: a.sum(), 1: None, 2: (b.sum() + c.sum())}[rank])
+    xs = [random((2,), r).requires_grad_() for r in range(world)]
+    total = sum(xs).sum() + (xs[0] ** 2 + xs[2] ** 2).sum() + torch.cat(xs).sum()
+    same(x.grad, grads(total, xs)[rank], "the gradient")
+
+
+@pytest.mark.ranks(2)
+def test_nothing_is_kept_alive(rank):
+    gc.disable()
+    try:
+        x = piece(0)
+        with ag.lockstep() as step:
+            hidden = x.exp()
+            y = ag.all_gather(hidden)
+            total = y.sum()
+        kept = [weakref.ref(t) for t in (hidden, y)]
+        step.backward(total)
+        del hidden, y, total
+        assert [ref() for ref in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.ranks(2)
+def test_wrong_losses_are_named(rank):
+    with ag.lockstep() as step:
+        y = ag.all_gather(piece(0))
+    with pytest.raises(errors.InputError, match=r"a loss is \(2, 2\) float64"):
+        step.backward(y)
+    with pytest.raises(errors.InputError, match="a loss is float"):
+        step.backward([1.0])
+    with pytest.raises(errors.InputError, match="the loss is int"):
+        step.tie(3)
+    step.backward()
+
+
+@pytest.mark.ranks(2)
+def test_modes_that_lockstep_cannot_order_are_refused(rank):
+    x = piece(0).detach()
+    with pytest.raises(errors.ModeError, match="lockstep"), ag.lockstep():
+        torch.func.grad(lambda x: ag.all_reduce(x).sum())(x)
+    compiled = torch.compile(lambda x: ag.all_reduce(x), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="lockstep"), ag.lockstep():
+        compiled(piece(0))
