@@ -32,6 +32,7 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "message_device",
+    "overwrite",
     "reduce",
     "reduce_scatter",
     "resolve",
@@ -86,6 +87,13 @@ def broadcast(group: Group, x: Tensor, src: int) -> Tensor:
         return graph_wire.broadcast(x, src, group.name)
     planned = Planned("broadcast", x.dtype, x.device, x.numel(), src)
     return _watched(group, planned, _broadcast, x, src)
+
+
+def overwrite(group: Group, x: Tensor, src: int) -> None:
+    """Broadcast into ``x`` itself: what it held is gone, except on ``src``."""
+    if group.size > 1:
+        planned = Planned("broadcast", x.dtype, x.device, x.numel(), src)
+        _watched(group, planned, _overwrite, x, src)
 
 
 def reduce(group: Group, x: Tensor, dst: int) -> Tensor:
@@ -163,9 +171,12 @@ def _all_reduce(group: Group, x: Tensor) -> Tensor:
 
 
 def _broadcast(group: Group, x: Tensor, src: int) -> Tensor:
-    out = x.clone() if group.rank == src else torch.empty_like(x)
-    _run(group, dist.broadcast, _as_bytes(out), group_src=src)
-    return out
+    return _overwrite(group, x.clone() if group.rank == src else torch.empty_like(x), src)
+
+
+def _overwrite(group: Group, x: Tensor, src: int) -> Tensor:
+    _run(group, dist.broadcast, _as_bytes(x), group_src=src)
+    return x
 
 
 def _reduce(group: Group, x: Tensor, dst: int) -> Tensor:

@@ -56,8 +56,8 @@ class Mixed(nn.Module):
 
 def counted(monkeypatch):
     calls = []
-    broadcast = wire.broadcast
-    monkeypatch.setattr(wire, "broadcast", lambda *args: calls.append(args[1]) or broadcast(*args))
+    broadcast = wire.overwrite
+    monkeypatch.setattr(wire, "overwrite", lambda *args: calls.append(args[1]) or broadcast(*args))
     return calls
 
 

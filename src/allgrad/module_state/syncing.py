@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from allgrad import wire
 from allgrad.collectives.arguments import check_rank
-from allgrad.collectives.broadcast import broadcast
 from allgrad.errors import AllgradError, GroupError, InputError, TensorError
 from allgrad.module_state.buckets import buckets
 from allgrad.module_state.differences import differences, mismatch, read, write
@@ -159,9 +159,9 @@ def _send_tensors(line: Line, src: int, held: Sequence[Entry], limit: int) -> No
         # What the others pass is not read.
         here = bucket.pack() if line.ranks.rank == src else bucket.empty()
         carried = here if _carries(line, here.device) else here.to(line.device)
-        sent = broadcast(carried, src, group=line.group)
+        wire.overwrite(line.ranks, carried, src)
         if line.ranks.rank != src:
-            bucket.unpack(sent.to(here.device))
+            bucket.unpack(carried.to(here.device))
 
 
 def _carries(line: Line, device: torch.device) -> bool:
