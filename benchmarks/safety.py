@@ -1,0 +1,95 @@
+"""What safety costs: plain, lockstep, deadline and checked, in one interleaved run.
+
+    python benchmarks/safety.py [--ranks 4] [--repeats 41]
+
+A sample is the slowest rank's time for one all_gather forward and backward, after a barrier; the
+order of the ways rotates. Values are checked before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+import allgrad as ag
+from allgrad.testing import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    y = ag.all_gather(x, sizes="equal")
+    y.sum().backward()
+    return y
+
+
+def in_lockstep(x: torch.Tensor) -> torch.Tensor:
+    with ag.lockstep() as step:
+        y = ag.all_gather(x, sizes="equal")
+    step.backward(y.sum())
+    return y
+
+
+def within_deadline(x: torch.Tensor) -> torch.Tensor:
+    with ag.deadline(60):
+        return plain(x)
+
+
+def when_checked(x: torch.Tensor) -> torch.Tensor:
+    with ag.checked():
+        return plain(x)
+
+
+WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": plain,
+    "lockstep": in_lockstep,
+    "deadline": within_deadline,
+    "checked": when_checked,
+}
+
+
+def measure(kib: int, repeats: int) -> dict[str, list[float]]:
+    torch.set_num_threads(1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = torch.full((kib * 256,), float(rank + 1), requires_grad=True)
+    for name, way in WAYS.items():
+        x.grad = None
+        way(x)
+        assert torch.equal(x.grad, torch.full_like(x, float(world))), name
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    names = list(WAYS)
+    for turn in range(repeats):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            x.grad = None
+            dist.barrier()
+            began = time.perf_counter()
+            WAYS[name](x)
+            slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            times[name].append(slowest.item())
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=41)
+    options = parser.parse_args()
+    for kib in (4, 256, 4096):
+        times = run_ranks(measure, options.ranks, kib, options.repeats, timeout=600)[0]
+        base = statistics.median(times["plain"])
+        print(f"all_gather forward and backward, {options.ranks} ranks, {kib} KiB a rank")
+        for name, samples in times.items():
+            middle = statistics.median(samples)
+            more = (middle - base) * 1e6
+            print(f"  {name:9} {middle * 1e3:8.2f} ms   x {middle / base:.3f}   {more:+8.0f} us")
+
+
+if __name__ == "__main__":
+    main()
