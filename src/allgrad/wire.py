@@ -8,6 +8,7 @@ gathers, scatters or permutes is an ``all_to_all`` with the right counts.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -180,15 +181,23 @@ def _overwrite(group: Group, x: Tensor, src: int) -> Tensor:
 
 
 def _reduce(group: Group, x: Tensor, dst: int) -> Tensor:
-    way = plans.reduce(group.backend(x.device), group.size, x.nbytes)
-    if way == "gather" or x.dtype not in _SUMMED_BY_BACKENDS:
-        n, here = x.numel(), group.rank == dst
-        send = [n if rank == dst else 0 for rank in range(group.size)]
-        rows = _all_to_all(group, x, send, [n if here else 0] * group.size)
-        return rows.view(group.size, n).sum(0, dtype=x.dtype) if here else torch.zeros_like(x)
-    out = x.clone()
-    _run(group, dist.reduce, out, group_dst=dst)
-    return out if group.rank == dst else torch.zeros_like(x)
+    on_host = x.device.type == "cpu"
+    way = plans.reduce(group.backend(x.device), x.nbytes, on_host=on_host)
+    here = group.rank == dst
+    if way == "backend" and x.dtype in _SUMMED_BY_BACKENDS:
+        out = x.clone()
+        _run(group, dist.reduce, out, group_dst=dst)
+        return out if here else torch.zeros_like(x)
+    if way == "sends":
+        peers = [rank for rank in range(group.size) if rank != dst]
+        if here:
+            return _add_from(group, x, [(None, peer) for peer in peers])
+        _finish(group, lambda: [_send(group, x, dst)])
+        return torch.zeros_like(x)
+    n = x.numel()
+    send = [n if rank == dst else 0 for rank in range(group.size)]
+    rows = _all_to_all(group, x, send, [n if here else 0] * group.size)
+    return rows.view(group.size, n).sum(0, dtype=x.dtype) if here else torch.zeros_like(x)
 
 
 def _all_to_all(group: Group, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -211,18 +220,26 @@ def _all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
         _run(group, dist.all_gather, blocks, _as_bytes(x))
     else:
         blocks[group.rank].copy_(_as_bytes(x))
-        starts = [
-            (dist.broadcast, (block,), {"group_src": rank})
-            for rank, block in enumerate(blocks)
-            if block.numel()
-        ]
-        _run_together(group, starts)
+        _finish(
+            group,
+            lambda: [
+                dist.broadcast(block, group_src=rank, group=group.process_group, async_op=True)
+                for rank, block in enumerate(blocks)
+                if block.numel()
+            ],
+        )
     return out
 
 
 def _reduce_scatter(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
-    own = counts[group.rank]
-    way = plans.reduce_scatter(group.backend(x.device), counts)
+    own, on_host = counts[group.rank], x.device.type == "cpu"
+    way = plans.reduce_scatter(group.backend(x.device), counts, x.element_size(), on_host=on_host)
+    if way == "pairs":
+        blocks = x.split(list(counts))
+        ahead = [(group.rank + k) % group.size for k in range(1, group.size)]
+        behind = [(group.rank - k) % group.size for k in range(1, group.size)]
+        sent = [(blocks[to], to) for to in ahead]
+        return _add_from(group, blocks[group.rank], list(zip(sent, behind, strict=True)))
     if way == "exchange" or x.dtype not in _SUMMED_BY_BACKENDS:
         rows = _all_to_all(group, x, counts, [own] * group.size)
         return rows.view(group.size, own).sum(0, dtype=x.dtype)
@@ -234,10 +251,36 @@ def _reduce_scatter(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
     return out
 
 
+def _add_from(
+    group: Group, x: Tensor, turns: Sequence[tuple[tuple[Tensor, int] | None, int]]
+) -> Tensor:
+    """Add to ``x`` what peers send, one after another; each turn may send a block elsewhere too."""
+    total, incoming = x.clone(), torch.empty_like(x)
+    for sent, source in turns:
+        works: list[Callable[[], Any]] = []
+        if sent is not None and sent[0].numel():
+            works.append(partial(_send, group, *sent))
+        if incoming.numel():
+            works.append(partial(_receive, group, incoming, source))
+        _finish(group, lambda works=works: [start() for start in works])  # type: ignore[misc]
+        if incoming.numel():
+            total += incoming
+    return total
+
+
+def _send(group: Group, x: Tensor, to: int) -> Any:
+    return dist.isend(_as_bytes(x), group_dst=to, group=group.process_group)
+
+
+def _receive(group: Group, into: Tensor, source: int) -> Any:
+    return dist.irecv(_as_bytes(into), group_src=source, group=group.process_group)
+
+
 def _run(group: Group, call: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """Make one call of the backend and wait for it, as long as it may take."""
+    """Make one call of the backend and wait for it."""
     if not waiting.patient():
-        _run_together(group, [(call, args, options)])
+        options["async_op"] = True
+        _finish(group, lambda: [call(*args, group=group.process_group, **options)])
         return
     waiting.introduce(group)
     began = time.monotonic()
@@ -247,19 +290,13 @@ def _run(group: Group, call: Callable[..., Any], *args: Any, **options: Any) -> 
         raise waiting.explain(group, error, time.monotonic() - began) from error
 
 
-def _run_together(
-    group: Group, calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
-) -> None:
-    """Start several calls, then wait for all of them."""
+def _finish(group: Group, start: Callable[[], Sequence[Any]]) -> None:
+    """Start calls, and wait for all of them as long as they may take."""
     waiting.introduce(group)
     began = time.monotonic()
     try:
         waiting.limit(group)
-        works = [
-            call(*args, group=group.process_group, async_op=True, **options)
-            for call, args, options in calls
-        ]
-        for work in works:
+        for work in start():
             waiting.wait(group, work)
     except RuntimeError as error:
         raise waiting.explain(group, error, time.monotonic() - began) from error
