@@ -14,6 +14,7 @@ from places import process_group
 RTOL = 1e-12
 ATOL = 1e-13
 
+GRADIENT_LAYOUTS = ("transposed", "expanded", "slice")
 SIZES = {"equal": (2, 2, 2, 2), "ragged": (2, 1, 3, 4), "empty": (2, 0, 3, 1)}
 
 
@@ -40,7 +41,14 @@ def pieces(shapes, dtype=torch.float64, seed=0):
 def ragged_shapes(world, kind, dim, ndim=3):
     """One shape for each rank: other dims alike, ``dim`` as the kind says."""
     base = [2, 3, 2][:ndim]
-    return [tuple([*base[:dim], SIZES[kind][r], *base[dim + 1 :]]) for r in range(world)]
+    return [(*base[:dim], SIZES[kind][r], *base[dim + 1 :]) for r in range(world)]
+
+
+def with_layouts(*layouts):
+    """Layouts of the input; the gradient's layouts go with the first of them only."""
+    yield layouts[0], GRADIENT_LAYOUTS
+    for layout in layouts[1:]:
+        yield layout, ()
 
 
 def leaf(x, layout="contiguous"):
@@ -95,7 +103,7 @@ def check_exact(
     layout="contiguous",
     first="each",
     second="each",
-    gradient_layouts=("transposed", "expanded", "slice"),
+    gradient_layouts=GRADIENT_LAYOUTS,
 ):
     """``run(x)`` on this rank against ``reference(all inputs)`` in one process.
 

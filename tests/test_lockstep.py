@@ -6,11 +6,11 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from exactness import grads, leaf, loss, random, same
 from torch.utils.checkpoint import checkpoint
 
 import allgrad as ag
 from allgrad import errors
+from exactness import grads, leaf, loss, random, same
 
 
 def piece(rank):
@@ -176,6 +176,6 @@ def test_modes_that_lockstep_cannot_order_are_refused(rank):
     x = piece(0).detach()
     with pytest.raises(errors.ModeError, match="lockstep"), ag.lockstep():
         torch.func.grad(lambda x: ag.all_reduce(x).sum())(x)
-    compiled = torch.compile(lambda x: ag.all_reduce(x), backend="eager", fullgraph=True)
+    compiled = torch.compile(ag.all_reduce, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="lockstep"), ag.lockstep():
         compiled(piece(0))

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import allgrad as ag
 import reference
@@ -19,6 +18,7 @@ from exactness import (
     ragged_shapes,
     random,
     same,
+    with_layouts,
 )
 from places import everywhere, on
 
@@ -31,13 +31,14 @@ def gather_exactly(group, kind, dtype, sizes_given):
     sizes = SIZES[kind][:world] if sizes_given == "list" else sizes_given
     for dim in DIMS:
         inputs = pieces(ragged_shapes(world, kind, dim % 3), dtype)
-        for layout in ("contiguous", "transposed", "slice"):
+        for layout, gradient_layouts in with_layouts("contiguous", "transposed", "slice"):
             check_exact(
                 lambda x, dim=dim: ag.all_gather(x, dim, sizes=sizes, group=group),
                 lambda xs, dim=dim: reference.all_gather(xs, dim),
                 inputs,
                 group=group,
                 layout=layout,
+                gradient_layouts=gradient_layouts,
             )
 
 
@@ -115,7 +116,7 @@ def scatter_exactly(group, op, dtype):
             shape = [2, 3, 2]
             shape[dim] = length
             cut = SIZES["empty"][:world] if sizes == "list" else None
-            for layout in ("contiguous", "transposed"):
+            for layout, gradient_layouts in with_layouts("contiguous", "transposed"):
                 check_exact(
                     lambda x, dim=dim, s=cut or sizes: ag.reduce_scatter(
                         x, dim, op, sizes=s, group=group
@@ -124,6 +125,7 @@ def scatter_exactly(group, op, dtype):
                     pieces([shape] * world, dtype),
                     group=group,
                     layout=layout,
+                    gradient_layouts=gradient_layouts,
                 )
 
 
@@ -204,7 +206,7 @@ def test_contrastive_cross_entropy_with_ragged_batches(rank, world):
     def rank_loss(q, all_keys, r):
         logits = torch.einsum("id,jd->ij", q, all_keys)
         labels = torch.arange(batches[r]) + sum(batches[:r])
-        return F.cross_entropy(logits, labels, reduction="sum") / sum(batches)
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / sum(batches)
 
     qs, ks = [leaf(q) for q in queries], [leaf(k) for k in keys]
     total = sum(rank_loss(q, torch.cat(ks), r) for r, q in enumerate(qs))

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import allgrad as ag
 import reference
 from allgrad.collectives import all_reduce as module
-from exactness import check_exact, grads, leaf, loss, pieces, place, random, same
+from exactness import check_exact, grads, leaf, loss, pieces, place, random, same, with_layouts
 from places import everywhere, on
 
 REDUCTIONS = ("sum", "mean", "prod", "min", "max", "logsumexp")
@@ -17,13 +17,14 @@ SHAPES = ((2, 3), (), (0, 2), (5,))
 def reduce_exactly(group, op, dtype):
     _, world = place(group)
     for shape in SHAPES:
-        for layout in ("contiguous", "transposed", "slice"):
+        for layout, gradient_layouts in with_layouts("contiguous", "transposed", "slice"):
             check_exact(
                 lambda x: ag.all_reduce(x, op, group=group),
                 lambda xs: reference.all_reduce(xs, op),
                 pieces([shape] * world, dtype),
                 group=group,
                 layout=layout,
+                gradient_layouts=gradient_layouts,
             )
 
 

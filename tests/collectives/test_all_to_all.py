@@ -5,7 +5,7 @@ import torch
 
 import allgrad as ag
 import reference
-from exactness import check_exact, pieces, place
+from exactness import check_exact, pieces, place, with_layouts
 from places import everywhere, on
 
 # send[a][b]: what rank a sends to rank b.
@@ -23,15 +23,16 @@ def exchange_exactly(group, dtype, how):
             shape[dim] = {"uneven": sum(row), "even": 5, "equal": 2 * world}[how]
             shapes.append(shape)
         sent = {"uneven": send[rank], "even": None, "equal": "equal"}[how]
-        for layout in ("contiguous", "transposed"):
+        for layout, gradient_layouts in with_layouts("contiguous", "transposed"):
             check_exact(
-                lambda x, dim=dim: ag.all_to_all(x, dim, send_sizes=sent, group=group),
+                lambda x, dim=dim, sent=sent: ag.all_to_all(x, dim, send_sizes=sent, group=group),
                 lambda xs, dim=dim: reference.all_to_all(
                     xs, dim, send if how == "uneven" else None
                 ),
                 pieces(shapes, dtype),
                 group=group,
                 layout=layout,
+                gradient_layouts=gradient_layouts,
             )
 
 

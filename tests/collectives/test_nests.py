@@ -1,7 +1,8 @@
 """Nests: leaves of one dtype travel in one message, and each keeps its own gradient."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from allgrad.errors import PieceMismatch, TensorError
 from counting import Counted
 from exactness import grads, leaf, loss, random, same
 
-Pair = namedtuple("Pair", "first second")
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
 
 
 @dataclass
@@ -169,5 +173,5 @@ def test_a_result_may_be_changed_in_place(rank):
         y += 1
         (g,) = grads(y.sum(), [x])
         assert g.shape == x.shape
-    with pytest.raises(RuntimeError, match="in.?place"):
+    with pytest.raises(RuntimeError, match=r"in.?place"):
         ag.share(x).add_(1)

@@ -5,7 +5,7 @@ import torch
 
 import allgrad as ag
 import reference
-from exactness import check_exact, pieces, place
+from exactness import check_exact, pieces, place, with_layouts
 from places import everywhere, on
 
 REDUCTIONS = ("sum", "mean", "prod", "min", "max", "logsumexp")
@@ -14,13 +14,14 @@ REDUCTIONS = ("sum", "mean", "prod", "min", "max", "logsumexp")
 def scan_exactly(group, op, exclusive, dtype):
     _, world = place(group)
     for shape in ((2, 3), (), (0, 2)):
-        for layout in ("contiguous", "transposed"):
+        for layout, gradient_layouts in with_layouts("contiguous", "transposed"):
             check_exact(
                 lambda x: ag.scan(x, op, exclusive=exclusive, group=group),
                 lambda xs: reference.scan(xs, op, exclusive),
                 pieces([shape] * world, dtype),
                 group=group,
                 layout=layout,
+                gradient_layouts=gradient_layouts,
                 # sin of an infinite value is no number; those losses are checked below.
             )
 
