@@ -1,0 +1,149 @@
+"""Triton kernels over tiles of scores: a matrix product, with what is needed of it in the epilogue.
+
+A program computes one tile. Rows are those of a panel of queries, columns all keys. Numbers come
+in memory, not as arguments, so that nothing waits for the device:
+
+    facts   [ scale * log2(e), shift * log2(e), bias, whether the shift fails ]
+
+Exponentials are powers of two. A tile at the edge reads zeros where there are no features; what
+comes of them is left out of the sums and of the result.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: N803, PLR0917
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["join_logs", "sigmoid_tile", "softmax_tile", "sums_tile", "sums_tile_of_any_range"]
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _products(q, k, row, column, width, TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr):
+    tile = tl.zeros((TALL, WIDE), dtype=tl.float32)
+    for at in range(0, width, DEEP):
+        tile = tl.dot(q.load([row, at]), k.load([column, at]).T, tile)
+    return tile
+
+
+@triton.jit
+def sums_tile(
+    q, k, facts, by_row, by_column, rows, columns, width,
+    TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sums of exp(score - shift) along the rows and the columns of a tile, one exp for both."""
+    high = tl.cdiv(rows, TALL)
+    down, across = tl.program_id(0) % high, tl.program_id(0) // high
+    tile = _products(q, k, down * TALL, across * WIDE, width, TALL, WIDE, DEEP)
+    row = down * TALL + tl.arange(0, TALL)
+    column = across * WIDE + tl.arange(0, WIDE)
+    shift = tl.where(column < columns, -tl.load(facts + 1), float("-inf"))
+    tile = tl.exp2(tile * tl.load(facts) + shift[None, :])
+    tl.store(by_row + across * rows + row, tl.sum(tile, 1), mask=row < rows)
+    if COLUMNS:
+        if down * TALL + TALL > rows:
+            tile = tl.where((row < rows)[:, None], tile, 0.0)
+        tl.store(by_column + down * columns + column, tl.sum(tile, 0), mask=column < columns)
+
+
+@triton.jit
+def sums_tile_of_any_range(
+    q, k, facts, by_row, by_column, rows, columns, width,
+    TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Logs (to base 2) of such sums without a shift, for scores too far apart; else nothing."""
+    if tl.load(facts + 3) == 0:
+        return
+    high = tl.cdiv(rows, TALL)
+    down, across = tl.program_id(0) % high, tl.program_id(0) // high
+    tile = _products(q, k, down * TALL, across * WIDE, width, TALL, WIDE, DEEP)
+    row = down * TALL + tl.arange(0, TALL)
+    column = across * WIDE + tl.arange(0, WIDE)
+    there = (row < rows)[:, None] & (column < columns)[None, :]
+    tile = tl.where(there, tile * tl.load(facts), float("-inf"))
+    top = tl.max(tile, 1)
+    sums = tl.sum(tl.exp2(tile - top[:, None]), 1)
+    tl.store(by_row + across * rows + row, top + tl.log2(sums), mask=row < rows)
+    if COLUMNS:
+        top = tl.max(tile, 0)
+        sums = tl.sum(tl.exp2(tile - top[None, :]), 0)
+        at = by_column + down * columns + column
+        tl.store(at, top + tl.log2(sums), mask=column < columns)
+
+
+@triton.jit
+def join_logs(parts, logs, facts, count, length, SMALL: tl.constexpr):
+    """Join logs (to base 2) of sums to those of the sum of them, if the shift failed."""
+    if tl.load(facts + 3) == 0:
+        return
+    at = tl.program_id(0) * SMALL + tl.arange(0, SMALL)
+    joined = tl.load(logs + at, mask=at < length, other=0.0)
+    for number in range(count):
+        part = tl.load(parts + number * length + at, mask=at < length, other=0.0)
+        top = tl.maximum(joined, part)
+        joined = top + tl.log2(tl.exp2(joined - top) + tl.exp2(part - top))
+    tl.store(logs + at, joined, mask=at < length)
+
+
+@triton.jit
+def softmax_tile(
+    q, k, facts, row_lse, column_lse, weights, rows, columns, width, first_pair, everywhere, at_pair,
+    TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr,
+    LIFT: tl.constexpr,
+):  # fmt: skip
+    """Weights of a tile of scores, from logs of sums to base 2, times LIFT."""
+    high = tl.cdiv(rows, TALL)
+    down, across = tl.program_id(0) % high, tl.program_id(0) // high
+    tile = _products(q, k, down * TALL, across * WIDE, width, TALL, WIDE, DEEP)
+    row = down * TALL + tl.arange(0, TALL)
+    column = across * WIDE + tl.arange(0, WIDE)
+    scale, shift = tl.load(facts), tl.load(facts + 1)
+    by_row = tl.load(row_lse + row, mask=row < rows, other=0.0)
+    if COLUMNS:
+        by_column = tl.load(column_lse + column, mask=column < columns, other=0.0)
+        if tl.load(facts + 3) == 0:
+            factor = tl.exp2(shift - by_row)[:, None] + tl.exp2(shift - by_column)[None, :]
+            tile = tl.exp2(tile * scale - shift) * factor
+        else:
+            tile *= scale
+            tile = tl.exp2(tile - by_row[:, None]) + tl.exp2(tile - by_column[None, :])
+    else:
+        tile = tl.exp2(tile * scale - by_row[:, None])
+    tile -= everywhere
+    start = first_pair + down * TALL - across * WIDE
+    if (start < WIDE) & (start + TALL > 0):
+        pair = (row + first_pair)[:, None] == column[None, :]
+        tile = tl.where(pair, tile - at_pair, tile)
+    weights.store([down * TALL, across * WIDE], (tile * LIFT).to(weights.dtype))
+
+
+@triton.jit
+def sigmoid_tile(
+    q, k, facts, softplus, total, weights, rows, columns, width, first_pair,
+    TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, STORE: tl.constexpr,
+    LIFT: tl.constexpr,
+):  # fmt: skip
+    """Sums of log(1 + exp(score)) and of the weights of a tile, and the weights times LIFT."""
+    high = tl.cdiv(rows, TALL)
+    down, across = tl.program_id(0) % high, tl.program_id(0) // high
+    tile = _products(q, k, down * TALL, across * WIDE, width, TALL, WIDE, DEEP)
+    row = down * TALL + tl.arange(0, TALL)
+    column = across * WIDE + tl.arange(0, WIDE)
+    tile = tile * tl.load(facts) + tl.load(facts + 2)
+    there = (row < rows)[:, None] & (column < columns)[None, :]
+    small = tl.exp2(-tl.abs(tile))
+    # log(1 + x) loses a small x to rounding; three terms of its series do not.
+    series = small * (1.0 - small * (0.5 - small * 0.3333333333))
+    log1p = tl.where(small < 0.01, series, tl.log2(1.0 + small) / LOG2E)
+    terms = tl.maximum(tile, 0.0) / LOG2E + log1p
+    tl.store(softplus + tl.program_id(0), tl.sum(tl.where(there, terms, 0.0)))
+    if STORE:
+        inverse = 1.0 / (1.0 + small)
+        tile = tl.where(tile >= 0, inverse, small * inverse)
+        pair = (row + first_pair)[:, None] == column[None, :]
+        tile = tl.where(pair, tile - 1.0, tile)
+        tl.store(total + tl.program_id(0), tl.sum(tl.where(there, tile, 0.0)))
+        weights.store([down * TALL, across * WIDE], (tile * LIFT).to(weights.dtype))

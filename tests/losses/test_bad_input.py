@@ -1,0 +1,83 @@
+"""One rank's mistake raises on every rank, with the same table, and the group goes on."""
+
+import pytest
+import torch
+
+import allgrad as ag
+from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError
+from allgrad.losses import clip_loss, info_nce, siglip_loss
+
+GOOD = torch.ones(2, 4)
+
+# What the odd rank gives instead of image, text and scale; what is raised; what the message says.
+MISTAKES = {
+    "other width": ((GOOD, torch.ones(2, 5), 1.0), PieceMismatch, "one width"),
+    "both of other width": ((torch.ones(2, 5),) * 2 + (1.0,), PieceMismatch, "one width"),
+    "counts differ": ((GOOD, torch.ones(3, 4), 1.0), PieceMismatch, "2 and 3"),
+    "nan": ((GOOD, GOOD, float("nan")), InputError, "scale is nan"),
+    "infinite": ((GOOD, GOOD, torch.tensor(float("inf"))), InputError, "scale is inf"),
+    "scale of two": ((GOOD, GOOD, torch.ones(2)), InputError, r"scale has shape \(2,\)"),
+    "integer scale": ((GOOD, GOOD, torch.tensor(3)), InputError, "not a floating-point number"),
+    "no scale": ((GOOD, GOOD, None), InputError, "scale is missing"),
+    "integers": ((GOOD.long(), GOOD.long(), 1.0), TensorError, "image is not floating-point"),
+    "list": ((GOOD.tolist(), GOOD, 1.0), TensorError, "image is not floating-point"),
+    "vector": ((GOOD[0], GOOD, 1.0), TensorError, "image has 1 dimensions"),
+    "six dims": ((GOOD, torch.ones(1, 1, 1, 1, 2, 4), 1.0), TensorError, "text has 6 dimensions"),
+    "other dtype": ((GOOD.double(), GOOD.double(), 1.0), PieceMismatch, "one dtype"),
+    "mixed dtypes": ((GOOD, GOOD.half(), 1.0), PieceMismatch, "another dtype of text"),
+}
+
+
+@pytest.mark.ranks(3)
+def test_mistake_of_one_rank_raises_on_all(rank, world):
+    for loss in (clip_loss, siglip_loss, info_nce):
+        for mistake, kind, says in MISTAKES.values():
+            if loss is info_nce:
+                text = says.replace("image", "query").replace("text", "key")
+            else:
+                text = says
+            given = mistake if rank == 1 else (GOOD, GOOD, 1.0)
+            with pytest.raises(kind, match=text) as raised:
+                loss(*given)
+            assert " rank 1: " in str(raised.value)
+            assert str(raised.value).count("<-") == 1
+            assert str(raised.value).startswith(loss.__name__)
+    assert ag.all_reduce(torch.ones(1)).item() == world
+
+
+@pytest.mark.ranks(3)
+def test_options_must_agree(rank, world):
+    for options in ({"grads": "sum"}, {"label_smoothing": 0.1}, {"ring": True}, {"budget": 1}):
+        with pytest.raises(InputError, match="asks for another"):
+            clip_loss(GOOD, GOOD, 1.0, **(options if rank == 2 else {}))
+
+
+@pytest.mark.ranks(3)
+def test_options_that_nobody_knows(rank, world):
+    with pytest.raises(InputError, match="no grads='avg'"):
+        clip_loss(GOOD, GOOD, 1.0, grads="avg")
+    with pytest.raises(InputError, match="label_smoothing=2"):
+        info_nce(GOOD, GOOD, 1.0, label_smoothing=2)
+
+
+@pytest.mark.ranks(2)
+def test_no_pair_anywhere(rank, world):
+    with pytest.raises(InputError, match="no rank has a pair"):
+        clip_loss(GOOD[:0], GOOD[:0], 1.0)
+
+
+@pytest.mark.ranks(3)
+def test_sizes_that_do_not_fit(rank, world):
+    with pytest.raises(SizesError, match="say that rank"):
+        clip_loss(GOOD, GOOD, 1.0, sizes=(3, 3, 3))
+    with pytest.raises(SizesError, match="sizes='even'"):
+        clip_loss(GOOD, GOOD, 1.0, sizes="even")
+
+
+def test_alone_the_mistake_is_told_as_well():
+    with pytest.raises(PieceMismatch, match="come in pairs"):
+        clip_loss(GOOD, GOOD[:1], 1.0)
+    with pytest.raises(PieceMismatch, match="one width"):
+        info_nce(GOOD, GOOD, 1.0, torch.ones(3, 5))
+    with pytest.raises(InputError, match="bias is nan"):
+        siglip_loss(GOOD, GOOD, 1.0, float("nan"))

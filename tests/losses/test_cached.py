@@ -1,0 +1,136 @@
+"""cached_step against the one big batch, with dropout replayed and one synchronisation."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.functional import normalize
+from torch.nn.parallel import DistributedDataParallel
+
+from allgrad.errors import InputError
+from allgrad.losses import cached_step, clip_loss, reference
+from exactness import random
+
+NEAR = {"rtol": 1e-10, "atol": 1e-13}
+
+
+class Towers(nn.Module):
+    """Two encoders and a learned scale, which it gives along, as CLIP models do."""
+
+    def __init__(self, dropout=0.0, named=False):
+        super().__init__()
+        torch.manual_seed(11)
+        self.image = nn.Sequential(nn.Linear(5, 9), nn.Dropout(dropout), nn.Tanh(), nn.Linear(9, 4))
+        self.text = nn.Linear(6, 4)
+        self.log_scale = nn.Parameter(torch.tensor(1.5))
+        self.named = named
+        self.double()
+
+    def forward(self, pair):
+        out = (
+            normalize(self.image(pair[0]), dim=1),
+            normalize(self.text(pair[1]), dim=1),
+            self.log_scale.exp(),
+        )
+        return dict(zip(("image", "text", "scale"), out, strict=True)) if self.named else out
+
+
+def pairs(counts, rank):
+    """Micro-batches of one rank."""
+    return [
+        (random((n, 5), 70 + 10 * rank + i), random((n, 6), 170 + 10 * rank + i))
+        for i, n in enumerate(counts)
+    ]
+
+
+def joined(batches):
+    return tuple(torch.cat(side) for side in zip(*batches, strict=True))
+
+
+def same_gradients(got, want):
+    for (name, p), q in zip(got.named_parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, **NEAR, msg=lambda m, n=name: f"{n}: {m}")
+
+
+COUNTS = ((3, 2, 1), (4,), (0, 5))
+
+
+@pytest.mark.ranks(3)
+def test_equals_the_one_big_batch_under_ddp(rank, world):
+    alone = Towers()
+    everything = joined([b for r in range(world) for b in pairs(COUNTS[r], r)])
+    want = reference.clip(*alone(everything))
+    want.backward()
+
+    model = Towers(named=True)
+    wrapped = DistributedDataParallel(model)
+    syncs = []
+
+    def count(state, bucket):
+        syncs.append(bucket.index())
+        return allreduce_hook(None, bucket)
+
+    wrapped.register_comm_hook(None, count)
+    for step in range(2):
+        model.zero_grad()
+        got = cached_step(wrapped, pairs(COUNTS[rank], rank), clip_loss)
+        assert not got.requires_grad
+        torch.testing.assert_close(got, want.detach(), **NEAR)
+        same_gradients(model, alone)
+        assert sorted(set(syncs)) == list(range(len(syncs) // (step + 1))), (
+            "more than one each step"
+        )
+
+
+def test_dropout_is_replayed_and_random_numbers_are_drawn_once():
+    batches = pairs((4, 3, 2), 0)
+    plain = Towers(dropout=0.5)
+    torch.manual_seed(5)
+    outputs = [plain(b) for b in batches]
+    features = [torch.cat([o[i] for o in outputs]) for i in range(2)]
+    clip_loss(*features, outputs[-1][2]).backward()
+    after = torch.rand(3)
+
+    model = Towers(dropout=0.5)
+    torch.manual_seed(5)
+    cached_step(model, batches, clip_loss)
+    same_gradients(model, plain)
+    assert torch.equal(torch.rand(3), after)
+
+
+def test_backward_may_scale_the_loss():
+    plain, model = Towers(), Towers()
+    (8 * clip_loss(*plain(joined(pairs((4, 3), 0))))).backward()
+    cached_step(model, pairs((4, 3), 0), clip_loss, backward=lambda loss: (8 * loss).backward())
+    same_gradients(model, plain)
+
+
+def test_an_encoder_of_one_tensor_and_a_scale_of_the_loss():
+    encoder = nn.Linear(5, 4).double()
+    key = random((7, 4), 3)
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    x = random((7, 5), 1)
+
+    def loss(query):
+        return clip_loss(query, key, scale)
+
+    loss(encoder(x)).backward()
+    want = [p.grad.clone() for p in (*encoder.parameters(), scale)]
+    encoder.zero_grad()
+    scale.grad = None
+    cached_step(encoder, x.split(3), loss)
+    for p, q in zip((*encoder.parameters(), scale), want, strict=True):
+        torch.testing.assert_close(p.grad, q, **NEAR)
+
+
+def test_weights_have_gradients_under_autocast():
+    encoder = nn.Linear(5, 4)
+    x = torch.randn(6, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        cached_step(encoder, x.split(2), lambda q: q.float().square().sum())
+    assert encoder.weight.grad.abs().sum() > 0
+
+
+def test_no_micro_batch_is_refused():
+    with pytest.raises(InputError, match="no micro-batch"):
+        cached_step(nn.Identity(), [], clip_loss)

@@ -1,0 +1,49 @@
+"""The modules: the same losses, called as open_clip calls its own."""
+
+import torch
+
+from allgrad.losses import ClipLoss, InfoNCE, SigLipLoss, clip_loss, info_nce, siglip_loss
+from losses.pairs import batch
+
+
+def test_clip_takes_open_clip_calls():
+    image, text, scale = batch("clip", (5,))
+    want = clip_loss(image, text, scale, label_smoothing=0.1)
+    loss = ClipLoss(label_smoothing=0.1)
+    assert torch.equal(loss(image, text, scale), want)
+    given = {"image_features": image, "text_features": text, "logit_scale": scale}
+    assert torch.equal(loss(**given), want)
+    got = loss(**given, logit_bias=None, output_dict=True)
+    assert list(got) == ["contrastive_loss"]
+    assert torch.equal(got["contrastive_loss"], want)
+
+
+def test_clip_gives_a_bias_its_gradient_of_zero():
+    image, text, scale = batch("clip", (5,))
+    bias = torch.tensor(3.0, requires_grad=True)
+    loss = ClipLoss()(image, text, scale, bias)
+    loss.backward()
+    assert torch.equal(loss, clip_loss(image, text, scale))
+    assert bias.grad.item() == 0
+
+
+def test_siglip_takes_open_clip_calls():
+    image, text, scale, bias = batch("siglip", (5,))
+    want = siglip_loss(image, text, scale, bias)
+    given = {"image_features": image, "text_features": text, "logit_scale": scale}
+    got = SigLipLoss()(**given, logit_bias=bias, output_dict=True)
+    assert torch.equal(got["contrastive_loss"], want)
+    assert torch.equal(SigLipLoss()(image, text, scale, bias), want)
+
+
+def test_info_nce_takes_negatives_for_each_query():
+    query, key, scale, negatives = batch("info_nce, negatives", (5, 1, 2, 1))
+    by_query = negatives[:6].reshape(3, 2, -1)
+    got = InfoNCE()(query, key, scale, by_query)
+    assert torch.equal(got, info_nce(query, key, scale, negatives[:6]))
+
+
+def test_modules_compile_around_the_loss():
+    image, text, scale = batch("clip", (5,))
+    compiled = torch.compile(lambda a, b, s: 2 * ClipLoss()(a * 1, b, s), backend="eager")
+    torch.testing.assert_close(compiled(image, text, scale), 2 * clip_loss(image, text, scale))
