@@ -66,8 +66,10 @@ def test_a_changed_word_gives_an_error_or_a_message_in_range(place, value):
 
 @pytest.mark.parametrize(
     ("word", "value"),
-    [(0, 2), (1, 99), (2, 3), (2, -1), (4, 5), (4, 99), (5, 7), (6, 800), (7, -2), (8, 25), (9, 24)]
-    + [(9, -1), (10, -1), (11, -1)],
+    [
+        *((0, 2), (1, 99), (2, 3), (2, -1), (4, 5), (4, 99), (5, 7), (6, 800), (7, -2), (8, 25)),
+        *((9, 24), (9, -1), (10, -1), (11, -1)),
+    ],
 )
 def test_each_number_is_checked(word, value):
     words = Announcement("all_gather", (Brought(torch.float32, (2, 3), 0),)).encode()

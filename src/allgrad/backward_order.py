@@ -21,13 +21,13 @@ import torch
 from allgrad import transforms
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from torch import Tensor
 
     from allgrad.adjoint_pair import AdjointPair
 
-__all__ = ["Chain"]
+__all__ = ["Chain", "growing"]
 
 
 class Chain:
@@ -35,6 +35,10 @@ class Chain:
 
     def __init__(self) -> None:
         """Begin with none."""
+        self._owed: list[Callable[[], object]] = []
+        self._begin()
+
+    def _begin(self) -> None:
         self._first = torch.empty(0, requires_grad=True)
         self._last = self._first
 
@@ -52,14 +56,27 @@ class Chain:
 
     def apply(self, pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run a pair as the next collective of the chain."""
-        results: tuple[Tensor, ...] = _InOrder.apply(self, pair, self._last, *xs)  # type: ignore[no-untyped-call]
-        self._last = results[0]
-        return results[1:]
+        return self.thread(lambda token: _InOrder.apply(self, pair, token, *xs))  # type: ignore[no-untyped-call]
+
+    def thread(self, node: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Make a node that takes the last token and gives the next, before its results."""
+        self._last, *results = node(self._last)
+        return tuple(results)
+
+    def owe(self, wait: Callable[[], object]) -> None:
+        """Remember a call under way: waited for at the end of the block, if not before."""
+        self._owed.append(wait)
+
+    def settle(self) -> None:
+        """Wait for every call still under way, in the order they were started."""
+        owed, self._owed = self._owed, []
+        for wait in owed:
+            wait()
 
     def take_end(self) -> tuple[Tensor, Tensor]:
         """Let go of the chain: its beginning, which backward must reach, and its end."""
         ends = self._first, self._last
-        self.__init__()  # type: ignore[misc]
+        self._begin()
         return ends
 
     def ends(self) -> tuple[Tensor, Tensor]:
@@ -70,8 +87,13 @@ class Chain:
 _GROWING = threading.local()
 
 
+def growing() -> Chain | None:
+    """The chain to which this thread's collectives are tied, if any."""
+    return getattr(_GROWING, "chain", None)
+
+
 def _tie_to_growing(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-    chain: Chain | None = getattr(_GROWING, "chain", None)
+    chain = growing()
     return None if chain is None else chain.apply(pair, xs)
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allgrad import waiting, wire
+from allgrad import departures, waiting, wire
 from allgrad.agreement import DTYPES, text_fitting, text_of, text_words
 from allgrad.errors import AllgradError, CollectiveMismatch, rank_table
 from allgrad.groups import call_site, describe_calls
@@ -163,7 +163,7 @@ if os.environ.get("ALLGRAD_CHECK", "0") not in {"", "0"}:
 @contextlib.contextmanager
 def _agree_first(group: Group, planned: Planned) -> Generator[None]:
     with _STATE.lock:
-        in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
+        in_backward = departures.in_backward()
         now = call_site()
         site = f"{group.site}, from {now}" if in_backward and now != group.site else group.site
         call = f"{group.call}({group.facts})"

@@ -107,6 +107,7 @@ def lockstep() -> Generator[Step]:
     with waiting.listening() as used, step._chain.growing():  # noqa: SLF001
         try:
             yield step
+            step._chain.settle()  # noqa: SLF001
         except (CollectiveMismatch, RankLate, RankLost, RankRaised):
             raise  # the other ranks know
         except Exception as error:

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
     from allgrad.adjoint_pair import AdjointPair
 
-__all__ = ["apply", "order", "unlinked"]
+__all__ = ["ANCHOR", "apply", "is_plain_autograd", "needs_graph", "order", "unlinked"]
 
 # A result requires grad on every rank, even where the local piece does not: another rank's piece
 # may, and its backward needs everyone (test_piece_without_gradient_takes_part). Autograd marks a
 # result when some input requires grad; this one always does, is empty, and never gets a gradient.
-_ANCHOR = torch.empty(0, requires_grad=True)
+ANCHOR = torch.empty(0, requires_grad=True)
 
 
 def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tuple[Tensor, ...]:
@@ -80,12 +80,26 @@ def unlinked(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     )
 
 
+def is_plain_autograd() -> bool:
+    """Tell whether derivatives, if any, are those of eager autograd."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()  # noqa: SLF001
+        or forward_ad._current_level >= 0  # noqa: SLF001
+    )
+
+
+def needs_graph(xs: Sequence[Tensor]) -> bool:
+    """Tell whether eager autograd records what is done with these."""
+    return torch.is_grad_enabled() and _differentiable(xs)
+
+
 def _plain(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(pair.forward(xs))
 
 
 def _run(function: type[_InGraph], pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    anchor = _ANCHOR if function is _InGraph else _anchor(tangents=function is _Apply)
+    anchor = ANCHOR if function is _InGraph else _anchor(tangents=function is _Apply)
     results: tuple[Tensor, ...] = function.apply(pair, anchor, *xs)  # type: ignore[no-untyped-call]
     return results
 
@@ -110,7 +124,7 @@ def _anchor(*, tangents: bool) -> Tensor:
 
 def _anchor_at(active: Sequence[str], with_tangent: Collection[str]) -> Tensor:
     if not active:
-        return _with_tangent(_ANCHOR) if "" in with_tangent else _ANCHOR
+        return _with_tangent(ANCHOR) if "" in with_tangent else ANCHOR
     interpreter = retrieve_current_functorch_interpreter()
     with interpreter.lower():
         below = _anchor_at(active[:-1], with_tangent)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from allgrad import graph_wire, plans, waiting
+from allgrad import departures, graph_wire, plans, waiting
 from allgrad.groups import Group, GroupLike, message_device, resolve
 from allgrad.ragged import even
 
@@ -156,6 +156,10 @@ def _stays_here(group: Group, x: Tensor) -> bool:
 
 
 def _watched(group: Group, planned: Planned, move: Callable[..., Tensor], *args: Any) -> Tensor:
+    return departures.in_turn(partial(_now, group, planned, move, *args))
+
+
+def _now(group: Group, planned: Planned, move: Callable[..., Tensor], *args: Any) -> Tensor:
     if _watcher is None:
         return move(group, *args)
     with _watcher(group, planned):

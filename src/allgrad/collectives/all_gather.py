@@ -21,6 +21,7 @@ from allgrad.collectives.arguments import (
     shapes,
     shares,
     take,
+    way_to_run,
 )
 from allgrad.errors import InputError
 from allgrad.ragged import Cut, apart, plain, together
@@ -51,6 +52,7 @@ def all_gather(
     sizes: Sizes = None,
     group: GroupLike = None,
     grad: Grad = "sum",
+    async_op: bool = False,
 ) -> Nest:
     """Give every rank all pieces, joined along ``dim`` in rank order.
 
@@ -74,8 +76,10 @@ def all_gather(
     check_grad("all_gather", grad)
     taken, cut = own_pieces("all_gather", ranks, x, dim, sizes)
     make_pair = once_pair if grad == "same" else gather_pair
-    stop = grad == "none"
-    return taken.run(lambda which, xs: apply(make_pair(ranks, cut.of(which)), xs, stop=stop))
+    stop, run = grad == "none", way_to_run(async_op)
+    return taken.run(
+        lambda which, xs: run(make_pair(ranks, cut.of(which)), xs, stop=stop), async_op=async_op
+    )
 
 
 def reduce_scatter(
@@ -85,6 +89,7 @@ def reduce_scatter(
     *,
     sizes: Sizes = None,
     group: GroupLike = None,
+    async_op: bool = False,
 ) -> Nest:
     """Reduce over ranks, and give each rank its own piece of the result.
 
@@ -120,16 +125,26 @@ def reduce_scatter(
     if verify:
         heard = exchange("reduce_scatter", ranks, taken, cut.dims)
         require_fit("reduce_scatter", taken, heard, free=False)
-    return taken.run(lambda which, xs: reduce_pieces(ranks, found[which[0]], xs, cut.of(which)))
+    return taken.run(
+        lambda which, xs: reduce_pieces(
+            ranks, found[which[0]], xs, cut.of(which), async_op=async_op
+        ),
+        async_op=async_op,
+    )
 
 
 def reduce_pieces(
-    ranks: Group, reduction: reductions.Reduction, xs: Sequence[Tensor], cut: Cut
-) -> Sequence[Tensor]:
+    ranks: Group,
+    reduction: reductions.Reduction,
+    xs: Sequence[Tensor],
+    cut: Cut,
+    *,
+    async_op: bool = False,
+) -> Any:
     """Reduce and keep the own piece, arguments known to be good."""
     if reduction.linear:
         share = 1 if reduction.name == "sum" else ranks.size
-        return apply(gather_pair(ranks, cut, divided_by=share).adjoint, xs)
+        return way_to_run(async_op)(gather_pair(ranks, cut, divided_by=share).adjoint, xs)
     own = [sizes[ranks.rank] for sizes in cut.sizes]
     incoming = Cut(cut.dims, tuple((size,) * ranks.size for size in own))
     exchanged = apply(exchange_pair(ranks, cut, incoming), xs)
@@ -139,7 +154,14 @@ def reduce_pieces(
     ]
 
 
-def split(x: Nest, dim: int = 0, *, sizes: Sizes = None, group: GroupLike = None) -> Nest:
+def split(
+    x: Nest,
+    dim: int = 0,
+    *,
+    sizes: Sizes = None,
+    group: GroupLike = None,
+    async_op: bool = False,
+) -> Nest:
     """Keep the own piece of a value that all ranks hold.
 
         rank 0   [ a a | b | c ]         [ a a ]
@@ -162,7 +184,10 @@ def split(x: Nest, dim: int = 0, *, sizes: Sizes = None, group: GroupLike = None
     dims = taken.dims("split", dim)
     taken = taken.at_least_vectors()
     cut = _shares("split", ranks, taken, dims, sizes)
-    return taken.run(lambda which, xs: apply(once_pair(ranks, cut.of(which)).adjoint, xs))
+    run = way_to_run(async_op)
+    return taken.run(
+        lambda which, xs: run(once_pair(ranks, cut.of(which)).adjoint, xs), async_op=async_op
+    )
 
 
 def sizes(x: object, dim: int = 0, *, group: GroupLike = None) -> Any:

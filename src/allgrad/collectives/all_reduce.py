@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from allgrad import reductions, wire
 from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.all_gather import gather_pair, once_pair, reduce_pieces
-from allgrad.collectives.arguments import Grad, Nest, check_grad, shapes, take
+from allgrad.collectives.arguments import Grad, Nest, check_grad, shapes, take, way_to_run
 from allgrad.ragged import Cut, apart, even, together
 from allgrad.transforms import apply
 
@@ -26,7 +26,12 @@ _WHOLE_PIECES_UP_TO = 256 * 1024
 
 
 def all_reduce(
-    x: Nest, op: reductions.Op = "sum", *, group: GroupLike = None, grad: Grad = "sum"
+    x: Nest,
+    op: reductions.Op = "sum",
+    *,
+    group: GroupLike = None,
+    grad: Grad = "sum",
+    async_op: bool = False,
 ) -> Nest:
     """Reduce over ranks, and give every rank the result.
 
@@ -52,17 +57,24 @@ def all_reduce(
     check_grad("all_reduce", grad)
     taken = take("all_reduce", x)
     found = [reductions.find("all_reduce", op, t.dtype) for t in taken.tensors]
-    return taken.run(lambda which, xs: _all_reduce(ranks, found[which[0]], xs, grad))
+    return taken.run(
+        lambda which, xs: _all_reduce(ranks, found[which[0]], xs, grad, async_op),
+        async_op=async_op,
+    )
 
 
 def _all_reduce(
-    ranks: Group, reduction: reductions.Reduction, xs: Sequence[Tensor], grad: Grad
-) -> Sequence[Tensor]:
+    ranks: Group,
+    reduction: reductions.Reduction,
+    xs: Sequence[Tensor],
+    grad: Grad,
+    async_op: bool,
+) -> Any:
     stop = grad == "none"
     if reduction.linear:
         divided_by = 1 if reduction.name == "sum" else ranks.size
         pair = _once_pair(ranks, divided_by) if grad == "same" else _sum_pair(ranks, divided_by)
-        return apply(pair, xs, stop=stop)
+        return way_to_run(async_op)(pair, xs, stop=stop)
     make_pair = once_pair if grad == "same" else gather_pair
     if sum(x.nbytes for x in xs) * ranks.size <= _WHOLE_PIECES_UP_TO:
         rows = Cut((0,) * len(xs), ((1,) * ranks.size,) * len(xs))
@@ -74,7 +86,7 @@ def _all_reduce(
     return [y.view(x.shape) for x, y in zip(xs, joined, strict=True)]
 
 
-def share(x: Nest, *, group: GroupLike = None) -> Nest:
+def share(x: Nest, *, group: GroupLike = None, async_op: bool = False) -> Nest:
     """Pass a value that all ranks hold to work that differs by rank.
 
         rank 0   [ v ]         [ v ]
@@ -91,7 +103,8 @@ def share(x: Nest, *, group: GroupLike = None) -> Nest:
     """
     ranks = wire.resolve("share", group, lambda: shapes(x))
     pair = _once_pair(ranks, 1).adjoint
-    return take("share", x).run(lambda _, xs: apply(pair, xs))
+    run = way_to_run(async_op)
+    return take("share", x).run(lambda _, xs: run(pair, xs), async_op=async_op)
 
 
 def _sum_pair(ranks: Group, divided_by: int) -> AdjointPair:

@@ -18,10 +18,10 @@ from allgrad.collectives.arguments import (
     shapes,
     shares,
     take,
+    way_to_run,
 )
 from allgrad.errors import InputError
 from allgrad.ragged import Cut
-from allgrad.transforms import apply
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +40,7 @@ def all_to_all(
     send_sizes: Sizes = None,
     recv_sizes: Sizes = None,
     group: GroupLike = None,
+    async_op: bool = False,
 ) -> Nest:
     """Send block ``r`` of ``x`` to rank ``r``; join what arrives in rank order.
 
@@ -84,8 +85,10 @@ def all_to_all(
         arriving = zip(*([b.amount for b in a.tensors] for a in heard), strict=True)
         receive = Cut(send.dims, tuple(arriving))
     into = receive
+    run = way_to_run(async_op)
     return taken.run(
-        lambda which, xs: apply(exchange_pair(ranks, send.of(which), into.of(which)), xs)
+        lambda which, xs: run(exchange_pair(ranks, send.of(which), into.of(which)), xs),
+        async_op=async_op,
     )
 
 

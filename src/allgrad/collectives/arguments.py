@@ -13,7 +13,9 @@ from allgrad import agreement
 from allgrad.agreement import Announcement, Brought
 from allgrad.containers import Frame, split_tensors
 from allgrad.errors import GroupError, InputError, SizesError, TensorError
+from allgrad.flights import Handle, Landed, start
 from allgrad.ragged import Cut, even
+from allgrad.transforms import apply
 
 if TYPE_CHECKING:
     from allgrad.wire import Group
@@ -33,12 +35,14 @@ __all__ = [
     "shapes",
     "shares",
     "take",
+    "way_to_run",
 ]
 
 Grad: TypeAlias = Literal["sum", "same", "none"]
 Sizes: TypeAlias = Sequence[int] | Literal["equal"] | None
 Nest = TypeVar("Nest")
 T = TypeVar("T")
+Started: TypeAlias = Handle[tuple[Tensor, ...]]
 
 
 class Taken(NamedTuple, Generic[Nest]):
@@ -71,14 +75,35 @@ class Taken(NamedTuple, Generic[Nest]):
             together.setdefault((tensor.dtype, tensor.device), []).append(i)
         return list(together.values())
 
-    def run(self, call: Callable[[list[int], list[Tensor]], Sequence[Tensor]]) -> Nest:
-        """Call once for each dtype, with the tensors' numbers and the tensors; put back the results."""
-        results: list[Tensor] = list(self.tensors)
-        for numbers in self.by_dtype():
-            done = call(numbers, [self.tensors[i] for i in numbers])
-            for i, result in zip(numbers, done, strict=True):
-                results[i] = result
-        return cast("Nest", self.put_back(results))
+    def run(
+        self,
+        call: Callable[[list[int], list[Tensor]], Sequence[Tensor] | Started],
+        *,
+        async_op: bool = False,
+    ) -> Nest:
+        """Call once for each dtype, with the tensors' numbers and the tensors; put back the results.
+
+        With ``async_op`` what comes back is a handle of the nest.
+        """
+        groups = self.by_dtype()
+        made = [call(numbers, [self.tensors[i] for i in numbers]) for numbers in groups]
+
+        def put_back() -> Nest:
+            results: list[Tensor] = list(self.tensors)
+            for numbers, done in zip(groups, made, strict=True):
+                landed = done.wait() if isinstance(done, Handle) else done
+                for i, result in zip(numbers, landed, strict=True):
+                    results[i] = result
+            return cast("Nest", self.put_back(results))
+
+        if any(isinstance(done, Handle) and not isinstance(done, Landed) for done in made):
+            return cast("Nest", Handle(put_back))
+        return cast("Nest", Landed(put_back())) if async_op else put_back()
+
+
+def way_to_run(async_op: bool) -> Callable[..., Any]:
+    """How a pair is run: to its end, or started only."""
+    return start if async_op else apply
 
 
 def shapes(x: object, free_dim: int | None = None) -> str:

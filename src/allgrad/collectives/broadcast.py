@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from allgrad import reductions, wire
 from allgrad.adjoint_pair import AdjointPair
-from allgrad.collectives.arguments import Grad, Nest, check_grad, check_rank, shapes, take
+from allgrad.collectives.arguments import (
+    Grad,
+    Nest,
+    check_grad,
+    check_rank,
+    shapes,
+    take,
+    way_to_run,
+)
 from allgrad.collectives.gather import to_one_pair
 from allgrad.ragged import Cut, apart, together
 from allgrad.transforms import apply
@@ -23,7 +31,14 @@ if TYPE_CHECKING:
 __all__ = ["broadcast", "reduce"]
 
 
-def broadcast(x: Nest, src: int = 0, *, group: GroupLike = None, grad: Grad = "sum") -> Nest:
+def broadcast(
+    x: Nest,
+    src: int = 0,
+    *,
+    group: GroupLike = None,
+    grad: Grad = "sum",
+    async_op: bool = False,
+) -> Nest:
     """Give every rank what ``src`` holds.
 
         rank 0   [ a ]         [ a ]
@@ -47,10 +62,20 @@ def broadcast(x: Nest, src: int = 0, *, group: GroupLike = None, grad: Grad = "s
     check_grad("broadcast", grad)
     src = check_rank("broadcast", ranks, "src", src)
     pair = _once_pair(ranks, src) if grad == "same" else _sum_pair(ranks, src)
-    return take("broadcast", x).run(lambda _, xs: apply(pair, xs, stop=grad == "none"))
+    run = way_to_run(async_op)
+    return take("broadcast", x).run(
+        lambda _, xs: run(pair, xs, stop=grad == "none"), async_op=async_op
+    )
 
 
-def reduce(x: Nest, dst: int = 0, op: reductions.Op = "sum", *, group: GroupLike = None) -> Nest:
+def reduce(
+    x: Nest,
+    dst: int = 0,
+    op: reductions.Op = "sum",
+    *,
+    group: GroupLike = None,
+    async_op: bool = False,
+) -> Nest:
     """Reduce over ranks, and give ``dst`` the result; the others get zeros.
 
         rank 0   [ a ]         [ a+b+c ]
@@ -72,15 +97,17 @@ def reduce(x: Nest, dst: int = 0, op: reductions.Op = "sum", *, group: GroupLike
     dst = check_rank("reduce", ranks, "dst", dst)
     taken = take("reduce", x)
     found = [reductions.find("reduce", op, t.dtype) for t in taken.tensors]
-    return taken.run(lambda which, xs: _reduce(ranks, found[which[0]], xs, dst))
+    return taken.run(
+        lambda which, xs: _reduce(ranks, found[which[0]], xs, dst, async_op), async_op=async_op
+    )
 
 
 def _reduce(
-    ranks: Group, reduction: reductions.Reduction, xs: Sequence[Tensor], dst: int
-) -> Sequence[Tensor]:
+    ranks: Group, reduction: reductions.Reduction, xs: Sequence[Tensor], dst: int, async_op: bool
+) -> Any:
     if reduction.linear:
         divided_by = 1 if reduction.name == "sum" else ranks.size
-        return apply(_sum_pair(ranks, dst, divided_by).adjoint, xs)
+        return way_to_run(async_op)(_sum_pair(ranks, dst, divided_by).adjoint, xs)
     rows = Cut((0,) * len(xs), ((1,) * ranks.size,) * len(xs))
     stacked = apply(to_one_pair(ranks, rows, dst), [x.unsqueeze(0) for x in xs])
     if ranks.rank == dst:

@@ -21,10 +21,10 @@ from allgrad.collectives.arguments import (
     shapes,
     shares,
     take,
+    way_to_run,
 )
 from allgrad.errors import InputError, TensorError, rank_table
 from allgrad.ragged import Cut, apart, together
-from allgrad.transforms import apply
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +38,13 @@ __all__ = ["gather", "scatter", "to_one_pair"]
 
 
 def gather(
-    x: Nest, dst: int = 0, dim: int = 0, *, sizes: Sizes = None, group: GroupLike = None
+    x: Nest,
+    dst: int = 0,
+    dim: int = 0,
+    *,
+    sizes: Sizes = None,
+    group: GroupLike = None,
+    async_op: bool = False,
 ) -> Nest:
     """Give ``dst`` all pieces, joined along ``dim`` in rank order; the others get an empty piece.
 
@@ -59,7 +65,10 @@ def gather(
     ranks = wire.resolve("gather", group, lambda: f"dst={dst}, dim={dim}, {shapes(x, dim)}")
     dst = check_rank("gather", ranks, "dst", dst)
     taken, cut = own_pieces("gather", ranks, x, dim, sizes)
-    return taken.run(lambda which, xs: apply(to_one_pair(ranks, cut.of(which), dst), xs))
+    run = way_to_run(async_op)
+    return taken.run(
+        lambda which, xs: run(to_one_pair(ranks, cut.of(which), dst), xs), async_op=async_op
+    )
 
 
 def scatter(
@@ -69,6 +78,7 @@ def scatter(
     *,
     sizes: Sizes = None,
     group: GroupLike = None,
+    async_op: bool = False,
 ) -> Any:
     """Cut what ``src`` holds along ``dim``, and give each rank its piece.
 
@@ -116,7 +126,10 @@ def scatter(
         taken = taken if taken.tensors else _empty(ranks, told)
         own = ((b.amount if r == ranks.rank else 0 for r in range(ranks.size)) for b in told)
         cut = Cut(tuple(b.dim for b in told), tuple(tuple(sizes) for sizes in own))
-    return taken.run(lambda which, xs: apply(to_one_pair(ranks, cut.of(which), src).adjoint, xs))
+    run = way_to_run(async_op)
+    return taken.run(
+        lambda which, xs: run(to_one_pair(ranks, cut.of(which), src).adjoint, xs), async_op=async_op
+    )
 
 
 def _source(taken: Taken[Any], heard: Sequence[Announcement], src: int) -> tuple[Brought, ...]:

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 from allgrad import wire
 from allgrad.adjoint_pair import AdjointPair
-from allgrad.collectives.arguments import Nest, Sizes, check_rank, own_pieces, shapes
+from allgrad.collectives.arguments import Nest, Sizes, check_rank, own_pieces, shapes, way_to_run
 from allgrad.errors import GroupError, InputError
 from allgrad.ragged import Cut, apart, together
-from allgrad.transforms import apply
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +27,7 @@ def permute(
     dim: int = 0,
     sizes: Sizes = None,
     group: GroupLike = None,
+    async_op: bool = False,
 ) -> Nest:
     """Send pieces from rank to rank, as ``(from, to)`` pairs say.
 
@@ -52,7 +52,10 @@ def permute(
     ranks = wire.resolve("permute", group, lambda: f"{pairs}, dim={dim}, {shapes(x, dim)}")
     to = _destinations("permute", ranks, pairs)
     taken, cut = own_pieces("permute", ranks, x, dim, sizes)
-    return taken.run(lambda which, xs: apply(permute_pair(ranks, to, cut.of(which)), xs))
+    run = way_to_run(async_op)
+    return taken.run(
+        lambda which, xs: run(permute_pair(ranks, to, cut.of(which)), xs), async_op=async_op
+    )
 
 
 def shift(
@@ -63,6 +66,7 @@ def shift(
     dim: int = 0,
     sizes: Sizes = None,
     group: GroupLike = None,
+    async_op: bool = False,
 ) -> Nest:
     """Send the piece ``offset`` ranks on, around the end unless ``wrap=False``.
 
@@ -86,7 +90,10 @@ def shift(
     landing = ((rank, rank + offset) for rank in range(ranks.size))
     to = {a: b % ranks.size for a, b in landing if wrap or 0 <= b < ranks.size}
     taken, cut = own_pieces("permute", ranks, x, dim, sizes)
-    return taken.run(lambda which, xs: apply(permute_pair(ranks, to, cut.of(which)), xs))
+    run = way_to_run(async_op)
+    return taken.run(
+        lambda which, xs: run(permute_pair(ranks, to, cut.of(which)), xs), async_op=async_op
+    )
 
 
 def permute_pair(ranks: Group, to: Mapping[int, int], cut: Cut) -> AdjointPair:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from allgrad import reductions, wire
 from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.all_gather import gather_pair
-from allgrad.collectives.arguments import Nest, shapes, take
+from allgrad.collectives.arguments import Nest, shapes, take, way_to_run
 from allgrad.errors import ReductionError
 from allgrad.ragged import Cut, apart, together
 from allgrad.transforms import apply
@@ -25,7 +25,12 @@ __all__ = ["scan"]
 
 
 def scan(
-    x: Nest, op: reductions.Op = "sum", *, exclusive: bool = False, group: GroupLike = None
+    x: Nest,
+    op: reductions.Op = "sum",
+    *,
+    exclusive: bool = False,
+    group: GroupLike = None,
+    async_op: bool = False,
 ) -> Nest:
     """Reduce over this rank and those before it.
 
@@ -56,15 +61,23 @@ def scan(
             f"scan: rank 0 would get the {found[0].name} of nothing.\n"
             "Use exclusive=False, or a sum divided by the rank where it is not 0."
         )
-    return taken.run(lambda which, xs: _scan(ranks, found[which[0]], xs, exclusive))
+    return taken.run(
+        lambda which, xs: _scan(ranks, found[which[0]], xs, exclusive, async_op), async_op=async_op
+    )
 
 
 def _scan(
-    ranks: Group, reduction: reductions.Reduction, xs: Sequence[Tensor], exclusive: bool
-) -> Sequence[Tensor]:
+    ranks: Group,
+    reduction: reductions.Reduction,
+    xs: Sequence[Tensor],
+    exclusive: bool,
+    async_op: bool,
+) -> Any:
+    if reduction.name == "sum":
+        return way_to_run(async_op)(_prefix_pair(ranks, exclusive), xs)
     if reduction.linear:
         sums = apply(_prefix_pair(ranks, exclusive), xs)
-        return sums if reduction.name == "sum" else [s / (ranks.rank + 1) for s in sums]
+        return [s / (ranks.rank + 1) for s in sums]
     rows = Cut((0,) * len(xs), ((1,) * ranks.size,) * len(xs))
     gathered = apply(gather_pair(ranks, rows), [x.unsqueeze(0) for x in xs])
     upto = [t[: ranks.rank if exclusive else ranks.rank + 1] for t in gathered]

@@ -1,0 +1,67 @@
+"""Calls under way: one thread that makes them in the order they were asked for.
+
+A collective pairs up with the other ranks' by order alone. So while a call is under way, later
+ones wait for their turn behind it, whichever thread they come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["depart", "in_backward", "in_turn"]
+
+T = TypeVar("T")
+
+
+class _Line:
+    def __init__(self) -> None:
+        self.thread: ThreadPoolExecutor | None = None
+        self.lock = threading.Lock()
+        self.waiting = 0
+
+
+_LINE = _Line()
+_HERE = threading.local()
+
+
+def depart(call: Callable[[], T]) -> Future[T]:
+    """Make a call on the other thread, after those before it, without recording a graph."""
+    backward = in_backward()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def run() -> T:
+        _HERE.in_line, _HERE.in_backward = True, backward
+        same_stream = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+        try:
+            with torch.no_grad(), same_stream:
+                return call()
+        finally:
+            with _LINE.lock:
+                _LINE.waiting -= 1
+
+    with _LINE.lock:
+        _LINE.thread = _LINE.thread or ThreadPoolExecutor(1, "allgrad")
+        _LINE.waiting += 1
+        return _LINE.thread.submit(run)
+
+
+def in_turn(call: Callable[[], T]) -> T:
+    """Make a call here and now, or behind those that are under way."""
+    if not _LINE.waiting or getattr(_HERE, "in_line", False):
+        return call()
+    return depart(call).result()
+
+
+def in_backward() -> bool:
+    """Tell whether this call belongs to a backward, wherever it runs."""
+    if getattr(_HERE, "in_line", False):
+        return bool(_HERE.in_backward)
+    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
