@@ -1,6 +1,7 @@
 """The examples in README.md and docs/ are executed: on three ranks, or alone where they say so."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,11 @@ def test_every_python_block_is_one_of_the_two():
     for page in PAGES:
         fences = re.findall(r"^```(\S.*)$", page.read_text(), re.MULTILINE)
         assert set(fences) <= {"python", "python alone", "text"}, page
+
+
+def test_the_collectives_page_is_what_the_docstrings_say():
+    scope = runpy.run_path(str(ROOT / "docs" / "render.py"))
+    assert scope["PAGE"].read_text() == scope["render"](), "run: python docs/render.py"
 
 
 def test_relative_links_lead_somewhere():

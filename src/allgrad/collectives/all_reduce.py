@@ -49,7 +49,8 @@ def all_reduce(
         rank 2   A+B+C         [ C ]
 
     ``grad="same"`` passes a rank its own gradient (A, B, C), for when every rank does the same
-    work with the result, so that the loss counts once.
+    work with the result, so that the loss counts once. Nothing is sent for that, except by a
+    large ``min``, ``max``, ``prod`` or ``logsumexp``.
 
     Cost: one collective each way; two for a large ``min``, ``max``, ``prod`` or ``logsumexp``.
     """
