@@ -103,21 +103,37 @@ def listening() -> Generator[dict[Any, Group]]:
 
 def patient() -> bool:
     """Tell whether calls simply wait: no deadline, nobody to listen to."""
-    return _LIMITS.seconds is None and _LIMITS.used is None
+    return _LIMITS.seconds is None and _LIMITS.used is None and not _LIMITED
+
+
+_LIMITED: weakref.WeakKeyDictionary[Any, timedelta] = weakref.WeakKeyDictionary()
 
 
 def limit(group: Group) -> None:
-    """Give the backend the deadline too: what it has begun then ends, and the group can be destroyed."""
+    """Give the backend the deadline too: what it has begun then ends, and the group can be destroyed.
+
+    Without a deadline it gets back the limit it had.
+    """
+    process_group: Any = group.process_group
     if _LIMITS.seconds is not None:
-        assert group.process_group is not None
-        group.process_group.set_timeout(timedelta(seconds=_LIMITS.seconds))
+        if process_group not in _LIMITED:
+            _LIMITED[process_group] = _backend_limit(process_group)
+        process_group.set_timeout(timedelta(seconds=_LIMITS.seconds))
+    elif process_group in _LIMITED:
+        process_group.set_timeout(_LIMITED.pop(process_group))
+
+
+def _backend_limit(process_group: Any) -> timedelta:
+    device = process_group._device_types[0]  # noqa: SLF001
+    found: timedelta = process_group._get_backend(device).options._timeout  # noqa: SLF001
+    return found
 
 
 def wait(group: Group, work: Any) -> None:
     """Wait for a started call, within the deadline, listening for other ranks' failures."""
     if work is None:
         return
-    if patient():
+    if _LIMITS.seconds is None and _LIMITS.used is None:
         work.wait()
         return
     began, allowed = time.monotonic(), _LIMITS.seconds

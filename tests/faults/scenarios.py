@@ -10,9 +10,9 @@ import time
 
 import torch
 import torch.distributed as dist
-from exactness import grads, loss, random, same
 
 import allgrad as ag
+from exactness import grads, loss, random, same
 
 FAULTY = 1
 SCENARIOS = {}

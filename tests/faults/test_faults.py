@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from faults.scenarios import FAULTY, SCENARIOS, here
 
 import allgrad as ag
 import allgrad.errors
 from allgrad.testing import RankFailed, run_ranks
+from faults.scenarios import FAULTY, SCENARIOS, here
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "failures.md"
 OUTCOMES = {}
@@ -104,6 +104,15 @@ def test_a_new_world_can_start_after_a_deadline(rank):
     assert ag.all_reduce(torch.ones(2)).tolist() == [3.0, 3.0]
     with ag.deadline(20):
         assert ag.all_gather(torch.tensor([rank])).tolist() == [0, 1, 2]
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_a_deadline_ends_with_its_block(rank):
+    with ag.deadline(2), ag.deadline(1):
+        ag.all_reduce(torch.ones(2))
+    if rank == FAULTY:
+        time.sleep(4)
+    assert ag.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
 @pytest.mark.ranks(3)
