@@ -227,6 +227,12 @@ def test_no_tensor_off_src_only(rank):
 
 
 @pytest.mark.ranks(3)
+def test_scatter_of_a_nest_needs_its_structure_everywhere(rank):
+    x = [torch.zeros(3), torch.zeros(4)] if rank == 0 else None
+    raises_everywhere(TensorError, lambda: ag.scatter(x), "rank 1: 0 tensors   <- passed none")
+
+
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_tensors_that_cannot_travel(rank, everywhere):
     odd = everywhere or rank == 1

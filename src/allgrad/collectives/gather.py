@@ -93,8 +93,8 @@ def scatter(
         rank 2   -                           [ C C C ]
 
     ``sizes`` are read on ``src``; ``None`` cuts as evenly as possible. Off ``src`` a tensor that
-    is empty along ``dim`` may stand for None; it then has an (empty) gradient. A nest off ``src``
-    has None or such tensors in its places.
+    is empty along ``dim`` may stand for None; it then has an (empty) gradient. When ``src`` cuts a
+    nest, the others pass the same nest of such empty tensors.
 
     Cost: one collective each way, and one exchange in which ``src`` tells shape and dtype.
     """
@@ -142,6 +142,15 @@ def _source(taken: Taken[Any], heard: Sequence[Announcement], src: int) -> tuple
                 [", ".join(str(b) for b in a.tensors) or "no tensor" for a in heard],
                 {src: "is src for some rank"},
                 "Give every rank the same src.",
+            )
+        )
+    if heard[src].names and any(not a.tensors for a in heard):
+        raise TensorError(
+            rank_table(
+                "scatter: src cuts a nest, whose structure every rank must know.",
+                [f"{len(a.tensors)} tensors" for a in heard],
+                {rank: "passed none" for rank, a in enumerate(heard) if not a.tensors},
+                "Pass the same nest on the other ranks, of tensors that are empty along dim.",
             )
         )
     if taken.tensors:
