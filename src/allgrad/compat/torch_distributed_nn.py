@@ -282,6 +282,7 @@ def _elements(ranks: Group, x: Tensor, split: Sequence[int] | None, name: str) -
 def _check_tensor(op: str, name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise TensorError(f"{op}: {name} is {type(x).__name__}, not a tensor.\nGive a tensor.")
+    take(op, x)
 
 
 def _check_list(
@@ -289,6 +290,7 @@ def _check_list(
 ) -> None:
     if not isinstance(xs, (list, tuple)) or not all(isinstance(x, Tensor) for x in xs):
         raise TensorError(f"{op}: {name} is not a list of tensors.\nGive one tensor for each rank.")
+    take(op, list(xs))
     if not xs or len(xs) != (length or len(xs)):
         raise InputError(f"{op}: {name} has {len(xs)} tensors.\nGive one for each rank.")
     if any(x.dtype != xs[0].dtype for x in xs):

@@ -38,8 +38,9 @@ def all_gather(
 
     The lengths are a tensor to pass as ``sizes`` to the next call, which then exchanges none.
     """
+    check_grad("all_gather", grad)
     if wire.resolve("all_gather", group).size == 1:
-        return _alone(t, grad), None
+        return (t.detach() if grad == "none" else t), None
     return all_gather_variable_dim(t, dim, sizes, group=group, grad=grad)
 
 
@@ -57,7 +58,7 @@ def all_gather_variable_dim(
     """
     ranks = wire.resolve("all_gather", group)
     if ranks.process_group is None:
-        return _alone(t, grad), None
+        return all_gather(t, dim, grad=grad)
     if sizes is None:
         lengths = own_pieces("all_gather", ranks, t, dim, None)[1].sizes[0]
     else:
@@ -100,8 +101,3 @@ def pad_dim_to(t: Tensor, length: int, dim: int = 0) -> Tensor:
         )
     padding = [*vector.shape[:dim], missing, *vector.shape[dim + 1 :]]
     return torch.cat([vector, vector.new_zeros(padding)], dim)
-
-
-def _alone(t: Tensor, grad: Grad) -> Tensor:
-    check_grad("all_gather", grad)
-    return t.detach() if grad == "none" else t
