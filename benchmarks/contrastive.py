@@ -1,0 +1,310 @@
+"""CLIP's loss, forward and backward: allgrad beside dense and chunked ways and the floor, in one run.
+
+    python benchmarks/contrastive.py                       # CUDA if there is a device, else CPU
+    python benchmarks/contrastive.py --device cpu [--ranks 4] [--pairs 8192] [--width 256]
+    python benchmarks/contrastive.py --device cuda [--pairs 65536 131072] [--width 512 1024]
+
+CUDA, one device, bfloat16. The floor is four matrix products (scores, scores again, two gradients)
+at the rate of a product of 8192 x 8192 matrices measured in the same run. Extra memory is the
+peak above what was there before, which is the features; gradients count as extra. CPU, float32, one
+thread on each rank: a sample is the slowest rank's time after a barrier, extra memory the largest
+growth of a rank's resident set. Ways take turns. Peers that are not installed are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy, normalize
+from torch.utils.checkpoint import checkpoint
+
+import allgrad as ag
+from allgrad.losses import clip_loss, info_nce, reference, siglip_loss
+from allgrad.testing import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+SCALE = 20.0
+MIB = 2**20
+
+
+def features(pairs: int, width: int, dtype: torch.dtype, device: str, seed: int) -> list[Tensor]:
+    """Images, and texts that are like their image."""
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = (pairs, width)
+    image = normalize(torch.randn(shape, device=device, generator=generator), dim=1)
+    other = normalize(torch.randn(shape, device=device, generator=generator), dim=1)
+    text = normalize(image + other, dim=1)
+    scale = torch.tensor(SCALE, device=device)
+    return [x.detach().requires_grad_() for x in (image.to(dtype), text.to(dtype), scale)]
+
+
+def step(way: Callable[..., Tensor], given: list[Tensor]) -> None:
+    for x in given:
+        x.grad = None
+    way(*given).backward()
+
+
+# ---- one CUDA device
+
+
+def chunks(image: Tensor, text: Tensor, scale: Tensor, rows: int = 4096) -> Tensor:
+    """Some rows at a time, computed again in backward."""
+
+    def some(queries: Tensor, keys: Tensor, start: int) -> Tensor:
+        own = torch.arange(start, start + len(queries), device=queries.device)
+        scores = scale.to(queries.dtype) * queries @ keys.T
+        return cross_entropy(scores.float(), own, reduction="sum")
+
+    total = image.new_zeros((), dtype=torch.float32)
+    for a, b in ((image, text), (text, image)):
+        for start in range(0, len(a), rows):
+            part = a[start : start + rows]
+            total = total + checkpoint(some, part, b, start, use_reentrant=False)
+    return total / (2 * len(image))
+
+
+def dense(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    return reference.clip(image, text, scale.to(image.dtype))
+
+
+def cuda_ways() -> dict[str, Callable[..., Tensor]]:
+    compiled = torch.compile(dense, dynamic=False)
+    ways = {"allgrad": clip_loss, "dense": dense, "dense, compiled": compiled, "row chunks": chunks}
+    try:
+        from open_clip.loss import ClipLoss
+    except ImportError:
+        print("open_clip is not installed: left out")
+    else:
+        ways["open_clip"] = lambda i, t, s: ClipLoss()(i, t, s.to(i.dtype))
+    try:
+        from inf_cl import cal_flash_loss
+    except ImportError:
+        print("inf_cl is not installed: left out")
+    else:
+
+        def inf_cl(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+            own = torch.arange(len(image), device=image.device)
+            one = cal_flash_loss(image, text, own, scale).mean()
+            return (one + cal_flash_loss(text, image, own, scale).mean()) / 2
+
+        ways["inf_cl"] = inf_cl
+    return ways
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def flops_per_ms() -> float:
+    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    times = [milliseconds(lambda: a @ b) for _ in range(40)]
+    return 2 * 8192**3 / statistics.median(times[10:])
+
+
+def try_out(way: Callable[..., Tensor], given: list[Tensor]) -> float | None:
+    """Extra bytes of a step, after one that warms up; None if memory does not suffice."""
+    try:
+        step(way, given)
+        for x in given:
+            x.grad = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step(way, given)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    except torch.cuda.OutOfMemoryError:
+        for x in given:
+            x.grad = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        return None
+
+
+def on_cuda(pairs: list[int], widths: list[int], repeats: int, largest: int) -> None:
+    rate = flops_per_ms()
+    print(f"{torch.cuda.get_device_name()}, bfloat16, matrix product {rate / 1e9:.0f} TFLOP/s")
+    ways = cuda_ways()
+    for width in widths:
+        for count in pairs:
+            compare(ways, count, width, repeats, rate)
+    for name, way in (("siglip_loss", siglip_loss), ("info_nce", info_nce)):
+        given = features(pairs[0], widths[0], torch.bfloat16, "cuda", 0)
+        extra = try_out(way, given)
+        took = statistics.median(milliseconds(partial(step, way, given)) for _ in range(repeats))
+        report(
+            name,
+            took,
+            extra or 0,
+            floor=8 * pairs[0] ** 2 * widths[0] / rate,
+            count=pairs[0],
+            width=widths[0],
+        )
+    accuracy(widths[0])
+    given = features(largest, widths[0], torch.bfloat16, "cuda", 0)
+    extra = try_out(clip_loss, given)
+    took = milliseconds(partial(step, clip_loss, given))
+    floor = 8 * largest**2 * widths[0] / rate
+    report("allgrad", took, extra or 0, floor=floor, count=largest, width=widths[0])
+
+
+def compare(
+    ways: dict[str, Callable[..., Tensor]], count: int, width: int, repeats: int, rate: float
+) -> None:
+    floor = 8 * count**2 * width / rate
+    given = features(count, width, torch.bfloat16, "cuda", 0)
+    extra = {name: try_out(way, given) for name, way in ways.items()}
+    able = [name for name in ways if extra[name] is not None]
+    times: dict[str, list[float]] = {name: [] for name in able}
+    for turn in range(repeats):
+        for name in able[turn % len(able) :] + able[: turn % len(able)]:
+            times[name].append(milliseconds(partial(step, ways[name], given)))
+    for name in ways:
+        if name not in able:
+            print(f"  B {count:>9,}  D {width:>5,}  {name:<16} out of memory")
+            continue
+        took = statistics.median(times[name])
+        report(name, took, extra[name] or 0, floor=floor, count=count, width=width)
+
+
+def report(name: str, took: float, extra: float, *, floor: float, count: int, width: int) -> None:
+    print(
+        f"  B {count:>9,}  D {width:>5,}  {name:<16} {took:9.1f} ms   {took / floor:5.2f} x floor"
+        f"   {extra / MIB:9.0f} MiB extra",
+        flush=True,
+    )
+
+
+def accuracy(width: int, count: int = 8192) -> None:
+    """Gradients against float64 on the CPU."""
+    given = features(count, width, torch.bfloat16, "cuda", 1)
+    step(clip_loss, given)
+    exact = [x.detach().cpu().double().requires_grad_() for x in given]
+    step(reference.clip, exact)
+    for name, x, y in zip(("image", "text", "scale"), given, exact, strict=True):
+        error = (x.grad.cpu().double() - y.grad).norm() / y.grad.norm()
+        print(f"  B {count:>9,}  D {width:>5,}  gradient of {name}: {error:.1e} from float64")
+
+
+# ---- ranks on the CPU
+
+
+def gather_dense(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    """Every rank gathers both sides and computes all scores."""
+    return reference.clip(
+        ag.all_gather(image, sizes="equal"), ag.all_gather(text, sizes="equal"), scale
+    )
+
+
+def gather_dense_own_rows(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+    """Every rank gathers both sides and computes the scores of its images and of its texts."""
+    images, texts = (ag.all_gather(x, sizes="equal") for x in (image, text))
+    own = torch.arange(len(image)) + dist.get_rank() * len(image)
+    by_image = cross_entropy(scale * image @ texts.T, own)
+    by_text = cross_entropy(scale * text @ images.T, own)
+    return (by_image + by_text) / 2
+
+
+CPU_WAYS = {
+    "allgrad": clip_loss,
+    "allgrad, ring": partial(clip_loss, ring=True),
+    "gather + dense": gather_dense,
+    "gather + dense, own rows": gather_dense_own_rows,
+}
+
+
+def resident(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def growth(way: Callable[..., Tensor], given: list[Tensor]) -> int:
+    """How far the resident set grows in a step."""
+    for x in given:
+        x.grad = None
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts over
+    before = resident("VmRSS")
+    step(way, given)
+    return resident("VmHWM") - before
+
+
+def measure(pairs: int, width: int, repeats: int) -> dict[str, tuple[list[float], float]]:
+    torch.set_num_threads(1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    given = features(pairs // world, width, torch.float32, "cpu", rank)
+    names = list(CPU_WAYS)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    memory = {}
+    for turn in range(repeats + 1):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            dist.barrier()
+            start = time.perf_counter()
+            step(CPU_WAYS[name], given)
+            took = torch.tensor(time.perf_counter() - start)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            if turn:  # the first round warms up
+                times[name].append(took.item())
+    for name in names:
+        dist.barrier()
+        grown = torch.tensor(float(growth(CPU_WAYS[name], given)))
+        dist.all_reduce(grown, dist.ReduceOp.MAX)
+        memory[name] = grown.item()
+    return {name: (times[name], memory[name]) for name in names}
+
+
+def on_cpu(ranks: int, pairs: int, width: int, repeats: int) -> None:
+    print(f"{ranks} ranks, gloo, one thread each, {pairs:,} pairs, width {width}, float32")
+    found = run_ranks(measure, ranks, pairs, width, repeats, timeout=1800)[0]
+    own, own_memory = statistics.median(found["allgrad"][0]), found["allgrad"][1]
+    for name, (times, memory) in found.items():
+        took = statistics.median(times)
+        print(
+            f"  {name:<26} {1e3 * took:8.0f} ms ({1e3 * min(times):.0f} - {1e3 * max(times):.0f})"
+            f"   {took / own:5.2f} x allgrad   {memory / MIB:7.0f} MiB extra"
+            f"   {memory / own_memory:5.1f} x allgrad"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--pairs", type=int, nargs="+")
+    parser.add_argument("--width", type=int, nargs="+")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--largest", type=int, default=1_048_576)
+    args = parser.parse_args()
+    if args.device == "cpu":
+        pairs, width = (args.pairs or [8192])[0], (args.width or [256])[0]
+        on_cpu(args.ranks, pairs, width, args.repeats)
+    else:
+        pairs, widths = args.pairs or [65_536, 131_072], args.width or [512, 1024]
+        on_cuda(pairs, widths, args.repeats, args.largest)
+
+
+if __name__ == "__main__":
+    main()

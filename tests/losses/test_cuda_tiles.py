@@ -1,0 +1,102 @@
+"""Losses on a CUDA device against the formula in float64, at sizes that fill no tile evenly."""
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from allgrad.losses import clip_loss, info_nce, reference, siglip_loss, tiles
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+NEAR = {torch.bfloat16: 3e-3, torch.float16: 5e-4, torch.float32: 1e-5}
+LOSSES = {
+    "clip": (clip_loss, reference.clip, 14.3, {}),
+    "clip, sharp": (clip_loss, reference.clip, 100.0, {}),
+    "clip, smoothed": (clip_loss, reference.clip, 20.0, {"label_smoothing": 0.1}),
+    "info_nce": (info_nce, reference.info_nce, 20.0, {}),
+    "siglip": (siglip_loss, reference.siglip, 10.0, {}),
+}
+
+
+def features(pairs, width, dtype, length=1.0):
+    generator = torch.Generator().manual_seed(pairs + width)
+    image = normalize(torch.randn(pairs, width, generator=generator), dim=1)
+    other = normalize(torch.randn(pairs, width, generator=generator), dim=1)
+    text = normalize(image + other, dim=1)
+    return (length * image).to(dtype), (length * text).to(dtype)
+
+
+def check(name, pairs, width, dtype, length=1.0):
+    loss, formula, scale, options = LOSSES[name]
+    numbers = [torch.tensor(scale), *([torch.tensor(-9.5)] if name == "siglip" else [])]
+    negatives = [features(77, width, dtype)[0]] if name == "info_nce" else []
+    given = [*features(pairs, width, dtype, length), *numbers, *negatives]
+    exact = [x.double().requires_grad_() for x in given]
+    want = formula(*exact, **options)
+    want.backward()
+    given = [x.cuda().requires_grad_() for x in given]
+    got = loss(*given, **options)
+    got.backward()
+    torch.testing.assert_close(got.double().cpu(), want, rtol=1e-4, atol=1e-6)
+    for x, y in zip(given, exact, strict=True):
+        error = (x.grad.double().cpu() - y.grad).norm() / y.grad.norm()
+        assert error < NEAR[dtype] or (y.grad.norm() < 1e-6 and x.grad.isfinite().all()), name
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("name", LOSSES)
+def test_value_and_gradients(name, dtype):
+    for pairs, width in ((1, 64), (130, 64), (1031, 100), (700, 771), (513, 2048)):
+        check(name, pairs, width, dtype)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_panels_that_fit_nothing_evenly(name, monkeypatch):
+    from allgrad.losses.cuda_tiles import CudaTiles
+
+    monkeypatch.setattr(CudaTiles, "panel", 264)
+    check(name, 1031, 100, torch.bfloat16)
+    check(name, 800, 64, torch.float16)
+
+
+def test_scores_too_far_apart_for_one_exp():
+    """Long features have scores far under the bound: the kernels for any range must step in."""
+    from allgrad.losses.cuda_tiles import CudaTiles
+
+    image, text = (x.cuda() for x in features(300, 64, torch.bfloat16, length=9.0))
+    image[:7] *= 10
+    scores = CudaTiles(image, text, torch.tensor(3.0, device="cuda"), first_pair=0)
+    rows, columns = scores.lse(columns=True)
+    assert scores.facts[3] != 0
+    exact = tiles.Tiles(image.double(), text.double(), torch.tensor(3.0).double().cuda())
+    for got, want in zip((rows, columns), exact.lse(columns=True), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
+    check("clip", 300, 64, torch.bfloat16, length=9.0)
+
+
+def test_no_scores_at_all():
+    from allgrad.losses.cuda_tiles import CudaTiles
+
+    none = torch.empty(0, 64, dtype=torch.bfloat16, device="cuda")
+    some = torch.ones(3, 64, dtype=torch.bfloat16, device="cuda")
+    rows, columns = CudaTiles(none, some, torch.tensor(1.0, device="cuda")).lse(columns=True)
+    assert rows.shape == (0,)
+    assert columns.tolist() == [-torch.inf] * 3
+
+
+def test_memory_is_far_below_the_matrix_of_scores():
+    image, text = (x.cuda().requires_grad_() for x in features(32768, 64, torch.bfloat16))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    clip_loss(image, text, 20.0, sizes="equal").backward()
+    assert torch.cuda.max_memory_allocated() - before < 32768**2 // 4
+
+
+def test_large_loss_scale_keeps_small_gradients_of_float16():
+    image, text = features(1000, 64, torch.float16)
+    exact = [x.double().requires_grad_() for x in (image, text)]
+    (2.0**16 * reference.siglip(*exact, 10.0, -10.0)).backward()
+    given = [x.cuda().requires_grad_() for x in (image, text)]
+    (2.0**16 * siglip_loss(*given, 10.0, -10.0)).backward()
+    for x, y in zip(given, exact, strict=True):
+        assert (x.grad.double().cpu() - y.grad).norm() / y.grad.norm() < 1e-3
