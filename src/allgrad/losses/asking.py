@@ -68,8 +68,8 @@ def contrastive(
         both=kind == "both",
         smoothing=float(label_smoothing),
         grads=grads,
-        wants_keys=bool(meeting.wants & _KEYS) and torch.is_grad_enabled(),
-        wants_any=bool(meeting.wants & _ANY) and torch.is_grad_enabled(),
+        wants_keys=bool(meeting.wants & _KEYS),
+        wants_any=bool(meeting.wants & _ANY),
         ring=ring,
         budget=budget,
     )

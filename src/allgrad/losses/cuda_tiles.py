@@ -39,6 +39,7 @@ _HIGHEST, _FLOOR = 70.0, -60.0
 
 
 _SMALL = 1024  # columns of one program that joins logs
+_FEW = 512  # programs of a kernel that seldom has anything to do
 
 
 class Shape(NamedTuple):
@@ -120,7 +121,7 @@ class CudaTiles(Tiles):
         row_logs, column_logs = self._vector(len(self.q), low), self._vector(len(self.k), low)
         for rows in panels(len(self.q), self.panel):
             kernel = score_kernels.sums_tile_of_any_range
-            by_row, by_column = self._launch_sums(kernel, rows, columns)
+            by_row, by_column = self._launch_sums(kernel, rows, columns, most=_FEW)
             for parts, logs in ((by_row, row_logs[rows]), (by_column, column_logs)):
                 grid = (triton.cdiv(len(logs), _SMALL),)
                 score_kernels.join_logs[grid](
@@ -128,11 +129,15 @@ class CudaTiles(Tiles):
                 )
         return row_logs, column_logs
 
-    def _launch_sums(self, kernel: Any, rows: slice, columns: bool) -> tuple[Tensor, Tensor]:
+    def _launch_sums(
+        self, kernel: Any, rows: slice, columns: bool, *, most: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Reduce the tiles of a panel, in at most so many programs: a part for each tile in line."""
         shape, q, k = self.sums_shape, self.aligned_q[rows], self.aligned_k
         by_row = self.scale.new_empty(triton.cdiv(len(k), shape.wide), len(q))
         by_column = by_row.new_empty(triton.cdiv(len(q), shape.tall) if columns else 0, len(k))
-        kernel[shape.grid(len(q), len(k))](
+        (tiles,) = shape.grid(len(q), len(k))
+        kernel[(tiles if most is None else min(tiles, most),)](
             TensorDescriptor.from_tensor(q, [shape.tall, shape.deep]),
             TensorDescriptor.from_tensor(k, [shape.wide, shape.deep]),
             self.facts,
@@ -195,6 +200,7 @@ class CudaTiles(Tiles):
             w.everywhere,
             w.at_pair,
             COLUMNS=w.columns is not None,
+            SMOOTHED=w.everywhere != 0,
             LIFT=self.lift,
             **shape.options(),
         )
@@ -224,7 +230,7 @@ class CudaTiles(Tiles):
             **shape.options(),
         )
         softplus, total = sums.sum(1).unbind()
-        return softplus, total
+        return softplus / _LOG2E, total
 
     def _first_pair(self, rows: slice, across: slice) -> int:
         """Where the panel's row 0 has its pair among the panel's columns; far off if nowhere."""

@@ -126,7 +126,7 @@ def meet(
     """Tell and hear; raise on every rank if a rule is broken. ``wants`` are bits, joined by or.
 
     With ``sizes`` given nothing is exchanged or read from the device: only the own arguments are
-    checked, and every wish counts as somebody's.
+    checked, and in grad mode every wish counts as somebody's.
     """
     read = sizes is None
     device = next((x.device for x in features.values() if isinstance(x, Tensor)), None)
@@ -137,7 +137,7 @@ def meet(
         wants,
     )
     if sizes is not None:
-        return _trusting(call, mine, sizes, group)
+        return _trusting(call, mine, sizes, group, device)
     words = torch.tensor(mine.words(), dtype=torch.int64, device=device)
     heard = all_gather(words[None], sizes="equal", group=group, grad="none").tolist()
     told = [mine.read(row) for row in heard]
@@ -153,7 +153,9 @@ def meet(
     )
 
 
-def _trusting(call: str, mine: Told, sizes: Sizes, group: GroupLike) -> Meeting:
+def _trusting(
+    call: str, mine: Told, sizes: Sizes, group: GroupLike, device: torch.device | None
+) -> Meeting:
     assert sizes is not None
     own = f"  here: {mine}"
     _check(call, [mine], lambda rule, _, advice: f"{rule}\n{own}\n{advice}", somebody=False)
@@ -164,7 +166,8 @@ def _trusting(call: str, mine: Told, sizes: Sizes, group: GroupLike) -> Meeting:
                 f'{call}: sizes={sizes!r}.\nGive None, "equal", or one size for each rank.'
             )
         # One message of one number tells how many ranks there are.
-        world = len(all_gather(torch.zeros(1), sizes="equal", group=group, grad="none"))
+        one = torch.zeros(1, device=device)
+        world = len(all_gather(one, sizes="equal", group=group, grad="none"))
         pairs = (count,) * world
     else:
         pairs = tuple(int(size) for size in sizes)
@@ -178,10 +181,10 @@ def _trusting(call: str, mine: Told, sizes: Sizes, group: GroupLike) -> Meeting:
     negatives = sum(fact.vectors for fact in mine.features[2:])
     columns = pairs
     if len(mine.features) > 2:
-        more = torch.tensor([negatives])
+        more = torch.tensor([negatives], device=device)
         found = all_gather(more, sizes="equal", group=group, grad="none").tolist()
         columns = tuple(a + b for a, b in zip(pairs, found, strict=True))
-    return Meeting(rank, pairs, columns, -1)
+    return Meeting(rank, pairs, columns, -1 if torch.is_grad_enabled() else 0)
 
 
 def _own_rank(world: int, group: GroupLike) -> int:

@@ -19,6 +19,8 @@ import triton.language as tl
 __all__ = ["join_logs", "sigmoid_tile", "softmax_tile", "sums_tile", "sums_tile_of_any_range"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# A batch of another size is no reason to compile again.
+_SIZES = ("rows", "columns", "width", "first_pair", "count", "length")
 
 
 @triton.jit
@@ -29,7 +31,7 @@ def _products(q, k, row, column, width, TALL: tl.constexpr, WIDE: tl.constexpr, 
     return tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def sums_tile(
     q, k, facts, by_row, by_column, rows, columns, width,
     TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr,
@@ -49,32 +51,36 @@ def sums_tile(
         tl.store(by_column + down * columns + column, tl.sum(tile, 0), mask=column < columns)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def sums_tile_of_any_range(
     q, k, facts, by_row, by_column, rows, columns, width,
     TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Logs (to base 2) of such sums without a shift, for scores too far apart; else nothing."""
+    """Logs (to base 2) of such sums without a shift, for scores too far apart; else nothing.
+
+    As it seldom has anything to do, few programs take all tiles in turns.
+    """
     if tl.load(facts + 3) == 0:
         return
     high = tl.cdiv(rows, TALL)
-    down, across = tl.program_id(0) % high, tl.program_id(0) // high
-    tile = _products(q, k, down * TALL, across * WIDE, width, TALL, WIDE, DEEP)
-    row = down * TALL + tl.arange(0, TALL)
-    column = across * WIDE + tl.arange(0, WIDE)
-    there = (row < rows)[:, None] & (column < columns)[None, :]
-    tile = tl.where(there, tile * tl.load(facts), float("-inf"))
-    top = tl.max(tile, 1)
-    sums = tl.sum(tl.exp2(tile - top[:, None]), 1)
-    tl.store(by_row + across * rows + row, top + tl.log2(sums), mask=row < rows)
-    if COLUMNS:
-        top = tl.max(tile, 0)
-        sums = tl.sum(tl.exp2(tile - top[None, :]), 0)
-        at = by_column + down * columns + column
-        tl.store(at, top + tl.log2(sums), mask=column < columns)
+    for number in range(tl.program_id(0), high * tl.cdiv(columns, WIDE), tl.num_programs(0)):
+        down, across = number % high, number // high
+        tile = _products(q, k, down * TALL, across * WIDE, width, TALL, WIDE, DEEP)
+        row = down * TALL + tl.arange(0, TALL)
+        column = across * WIDE + tl.arange(0, WIDE)
+        there = (row < rows)[:, None] & (column < columns)[None, :]
+        tile = tl.where(there, tile * tl.load(facts), float("-inf"))
+        top = tl.max(tile, 1)
+        sums = tl.sum(tl.exp2(tile - top[:, None]), 1)
+        tl.store(by_row + across * rows + row, top + tl.log2(sums), mask=row < rows)
+        if COLUMNS:
+            top = tl.max(tile, 0)
+            sums = tl.sum(tl.exp2(tile - top[None, :]), 0)
+            at = by_column + down * columns + column
+            tl.store(at, top + tl.log2(sums), mask=column < columns)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def join_logs(parts, logs, facts, count, length, SMALL: tl.constexpr):
     """Join logs (to base 2) of sums to those of the sum of them, if the shift failed."""
     if tl.load(facts + 3) == 0:
@@ -88,11 +94,11 @@ def join_logs(parts, logs, facts, count, length, SMALL: tl.constexpr):
     tl.store(logs + at, joined, mask=at < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def softmax_tile(
     q, k, facts, row_lse, column_lse, weights, rows, columns, width, first_pair, everywhere, at_pair,
     TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr,
-    LIFT: tl.constexpr,
+    SMOOTHED: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
     """Weights of a tile of scores, from logs of sums to base 2, times LIFT."""
     high = tl.cdiv(rows, TALL)
@@ -112,7 +118,8 @@ def softmax_tile(
             tile = tl.exp2(tile - by_row[:, None]) + tl.exp2(tile - by_column[None, :])
     else:
         tile = tl.exp2(tile * scale - by_row[:, None])
-    tile -= everywhere
+    if SMOOTHED:
+        tile -= everywhere
     start = first_pair + down * TALL - across * WIDE
     if (start < WIDE) & (start + TALL > 0):
         pair = (row + first_pair)[:, None] == column[None, :]
@@ -120,30 +127,36 @@ def softmax_tile(
     weights.store([down * TALL, across * WIDE], (tile * LIFT).to(weights.dtype))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def sigmoid_tile(
     q, k, facts, softplus, total, weights, rows, columns, width, first_pair,
     TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, STORE: tl.constexpr,
     LIFT: tl.constexpr,
 ):  # fmt: skip
-    """Sums of log(1 + exp(score)) and of the weights of a tile, and the weights times LIFT."""
+    """Sums of log2(1 + exp(score)) and of the weights of a tile, and the weights times LIFT."""
     high = tl.cdiv(rows, TALL)
     down, across = tl.program_id(0) % high, tl.program_id(0) // high
     tile = _products(q, k, down * TALL, across * WIDE, width, TALL, WIDE, DEEP)
     row = down * TALL + tl.arange(0, TALL)
     column = across * WIDE + tl.arange(0, WIDE)
     tile = tile * tl.load(facts) + tl.load(facts + 2)
-    there = (row < rows)[:, None] & (column < columns)[None, :]
     small = tl.exp2(-tl.abs(tile))
-    # log(1 + x) loses a small x to rounding; three terms of its series do not.
-    series = small * (1.0 - small * (0.5 - small * 0.3333333333))
-    log1p = tl.where(small < 0.01, series, tl.log2(1.0 + small) / LOG2E)
-    terms = tl.maximum(tile, 0.0) / LOG2E + log1p
-    tl.store(softplus + tl.program_id(0), tl.sum(tl.where(there, terms, 0.0)))
+    log = tl.log2(1.0 + small)
+    # 1 + x loses a small x to rounding; three terms of the series of its log do not.
+    series = small * (1.0 - small * (0.5 - small * 0.3333333333)) * LOG2E
+    terms = tl.maximum(tile, 0.0) + tl.where(small < 0.01, series, log)
+    at_edge = (down * TALL + TALL > rows) | (across * WIDE + WIDE > columns)
+    there = (row < rows)[:, None] & (column < columns)[None, :]
+    if at_edge:
+        terms = tl.where(there, terms, 0.0)
+    tl.store(softplus + tl.program_id(0), tl.sum(terms))
     if STORE:
-        inverse = 1.0 / (1.0 + small)
-        tile = tl.where(tile >= 0, inverse, small * inverse)
-        pair = (row + first_pair)[:, None] == column[None, :]
-        tile = tl.where(pair, tile - 1.0, tile)
-        tl.store(total + tl.program_id(0), tl.sum(tl.where(there, tile, 0.0)))
+        tile = tl.exp2(tl.minimum(tile, 0.0) - log)
+        start = first_pair + down * TALL - across * WIDE
+        if (start < WIDE) & (start + TALL > 0):
+            pair = (row + first_pair)[:, None] == column[None, :]
+            tile = tl.where(pair, tile - 1.0, tile)
         weights.store([down * TALL, across * WIDE], (tile * LIFT).to(weights.dtype))
+        if at_edge:
+            tile = tl.where(there, tile, 0.0)
+        tl.store(total + tl.program_id(0), tl.sum(tile))
