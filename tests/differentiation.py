@@ -107,7 +107,7 @@ def by_dual_numbers(f, loss, d):
 
 def by_functional_call(f, loss, d):
     module = torch.nn.Module()
-    module.weight = torch.nn.Parameter(torch.zeros(4).double())
+    module.register_buffer("weight", torch.zeros(4).double())
     module.forward = lambda: loss(f(module.weight))
     return func.grad(lambda p: func.functional_call(module, p, ()))({"weight": d.v})["weight"]
 

@@ -24,13 +24,18 @@ class AdjointPair:
     Both take tensors of one dtype and give as many, on every rank; they travel together. Inputs
     are left as they were. Dimensions are named from the front, so that a batch dimension may be
     appended at the end.
+
+    A compiler differentiates the ops that a map is made of. Where those are not each other's
+    adjoints, as when a value counts once, ``traced`` has the two maps made of ops that are.
     """
 
     name: str
     adjoint_name: str
     forward: Map
     backward: Map
+    traced: tuple[Map, Map] | None = None
 
     @property
     def adjoint(self) -> AdjointPair:
-        return AdjointPair(self.adjoint_name, self.name, self.backward, self.forward)
+        traced = None if self.traced is None else (self.traced[1], self.traced[0])
+        return AdjointPair(self.adjoint_name, self.name, self.backward, self.forward, traced)

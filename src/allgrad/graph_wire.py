@@ -5,8 +5,9 @@ their results without moving anything, so that fake tensors take this way too. N
 bytes and no way is picked by size: both would hide from the compiler what it could schedule.
 
 Each op is a name of our own for torch's ``_c10d_functional`` op and its wait, into which it
-dissolves when a graph is lowered. The name carries a batching rule: torch's own ops have none, and
-what their fallback gives under ``vmap`` is silently wrong (test_jacrev_under_compile).
+dissolves when a graph is lowered. The name carries a batching rule and a derivative, of any order:
+torch's own ops have neither, and what they give under ``vmap`` and in a second backward is silently
+wrong (test_every_mode_is_exact_or_refused).
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd.function import _SingleLevelFunction
+
+from allgrad.ragged import zeros
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,14 +32,24 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "broadcast_once",
+    "gather_once",
     "in_graph",
+    "keep_block",
+    "keep_on",
+    "only_shapes",
     "reduce",
     "reduce_scatter",
+    "share",
+    "sum_once",
 ]
 
 _LIBRARY = torch.library.Library("allgrad", "DEF")
 _C10D = torch.ops._c10d_functional  # noqa: SLF001
 _OPS = torch.ops.allgrad
+
+# As in transforms.py: a result requires grad on every rank, for backward needs everyone.
+_ANCHOR = torch.empty(0, requires_grad=True)
 
 
 def in_graph(x: Tensor) -> bool:
@@ -41,14 +57,19 @@ def in_graph(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
 
 
+def only_shapes(x: Tensor) -> bool:
+    """Tell whether no message can be sent now: the tensors have shapes, and perhaps no values."""
+    return in_graph(x) or x.is_meta
+
+
 def all_reduce(x: Tensor, name: str) -> Tensor:
     """Sum over ranks, on every rank."""
-    return _as_real(x, lambda t, _: _OPS.all_reduce(t, name))
+    return _as_real(x, lambda t, _: _OPS.all_reduce(t, _ANCHOR, name))
 
 
 def broadcast(x: Tensor, src: int, name: str) -> Tensor:
     """What ``src`` holds, on every rank."""
-    return _as_real(x, lambda t, _: _OPS.broadcast(t, src, name))
+    return _as_real(x, lambda t, _: _OPS.broadcast(t, _ANCHOR, src, name))
 
 
 def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], name: str) -> Tensor:
@@ -56,7 +77,7 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], name: str
     return _as_real(
         x,
         lambda t, width: _OPS.all_to_all(
-            t, [n * width for n in receive], [n * width for n in send], name
+            t, _ANCHOR, [n * width for n in receive], [n * width for n in send], name
         ),
     )
 
@@ -65,7 +86,7 @@ def all_gather(x: Tensor, counts: Sequence[int], name: str) -> Tensor:
     """Every rank's block, in rank order, on every rank."""
     world = len(counts)
     if all(count == counts[0] for count in counts):
-        return _as_real(x, lambda t, _: _OPS.all_gather(t, world, name))
+        return _as_real(x, lambda t, _: _OPS.all_gather(t, _ANCHOR, world, name))
     return all_to_all(x.repeat(world), [x.shape[0]] * world, counts, name)
 
 
@@ -73,7 +94,7 @@ def reduce_scatter(x: Tensor, counts: Sequence[int], rank: int, name: str) -> Te
     """Block ``r`` of ``x``, summed over ranks, on rank ``r``."""
     world = len(counts)
     if all(count == counts[0] for count in counts):
-        return _as_real(x, lambda t, _: _OPS.reduce_scatter(t, world, name))
+        return _as_real(x, lambda t, _: _OPS.reduce_scatter(t, _ANCHOR, world, name))
     rows = all_to_all(x, counts, [counts[rank]] * world, name)
     return rows.view(world, counts[rank]).sum(0, dtype=x.dtype)
 
@@ -83,7 +104,41 @@ def reduce(x: Tensor, dst: int, rank: int, world: int, name: str) -> Tensor:
     n = x.shape[0]
     send = [n if r == dst else 0 for r in range(world)]
     rows = all_to_all(x, send, [n if rank == dst else 0] * world, name)
-    return rows.view(world, n).sum(0, dtype=x.dtype) if rank == dst else torch.zeros_like(x)
+    return rows.view(world, n).sum(0, dtype=x.dtype) if rank == dst else zeros(rows, x.shape)
+
+
+def sum_once(x: Tensor, name: str) -> Tensor:
+    """A sum over ranks that counts once; its adjoint is ``share``."""
+    return _as_real(x, lambda t, _: _OPS.sum_once(t, _ANCHOR, name))
+
+
+def share(x: Tensor, name: str) -> Tensor:
+    """The same value; its adjoint is ``sum_once``."""
+    return _as_real(x, lambda t, _: _OPS.share(t, _ANCHOR, name))
+
+
+def gather_once(x: Tensor, counts: Sequence[int], rank: int, name: str) -> Tensor:
+    """Every rank's block, joined into a value that counts once; its adjoint is ``keep_block``."""
+    return _as_real(
+        x, lambda t, width: _OPS.gather_once(t, _ANCHOR, [n * width for n in counts], rank, name)
+    )
+
+
+def keep_block(x: Tensor, counts: Sequence[int], rank: int, name: str) -> Tensor:
+    """The own block; its adjoint is ``gather_once``."""
+    return _as_real(
+        x, lambda t, width: _OPS.keep_block(t, _ANCHOR, [n * width for n in counts], rank, name)
+    )
+
+
+def broadcast_once(x: Tensor, src: int, name: str) -> Tensor:
+    """What ``src`` holds, as a value that counts once; its adjoint is ``keep_on``."""
+    return _as_real(x, lambda t, _: _OPS.broadcast_once(t, _ANCHOR, src, name))
+
+
+def keep_on(x: Tensor, src: int, name: str) -> Tensor:
+    """The same value on ``src``, zeros on the others; its adjoint is ``broadcast_once``."""
+    return _as_real(x, lambda t, _: _OPS.keep_on(t, _ANCHOR, src, name))
 
 
 def _as_real(x: Tensor, call: Callable[[Tensor, int], Tensor]) -> Tensor:
@@ -93,8 +148,19 @@ def _as_real(x: Tensor, call: Callable[[Tensor, int], Tensor]) -> Tensor:
     return torch.view_as_complex(call(torch.view_as_real(x).view(-1), 2).view(-1, 2))
 
 
-def _op(schema: str) -> Callable[[Callable[..., Tensor]], None]:
-    """Give a functional op and its wait a name of our own, with a batching rule.
+def _wait(started: Any) -> Tensor:
+    done: Tensor = _C10D.wait_tensor(started)
+    return done
+
+
+def _rank_in(group: str) -> int:
+    resolve: Callable[[str], Any] = torch._C._distributed_c10d._resolve_process_group  # type: ignore[assignment]  # noqa: SLF001
+    rank: int = resolve(group).rank()
+    return rank
+
+
+def _op(schema: str, adjoint: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], None]:
+    """Give a functional op and its wait a name of our own, with a batching rule and a derivative.
 
     Whatever is flat along its first dimension may be wider than one element: the batch goes last,
     and counts in elements become counts in rows.
@@ -102,46 +168,138 @@ def _op(schema: str) -> Callable[[Callable[..., Tensor]], None]:
     name = schema.partition("(")[0]
 
     def register(lower: Callable[..., Tensor]) -> None:
-        def composite(x: Tensor, *rest: Any) -> Tensor:
-            done: Tensor = _C10D.wait_tensor(lower(x, *rest))
+        def op(x: Tensor, anchor: Tensor, *rest: Any) -> Tensor:
+            done: Tensor = getattr(_OPS, name)(x, anchor, *rest)
+            return done
+
+        class AtOneLevel(_SingleLevelFunction):
+            """The derivative at one level of torch.func, or at the only one there is."""
+
+            @staticmethod
+            def forward(x: Tensor, anchor: Tensor, *rest: Any) -> Tensor:
+                if torch._C._functorch.is_functorch_wrapped_tensor(x):  # noqa: SLF001
+                    with (
+                        torch.enable_grad(),
+                        _set_fwd_grad_enabled(True),
+                        torch._C._AutoDispatchBelowAutograd(),  # noqa: SLF001
+                    ):
+                        return op(x, anchor, *rest)  # at the level below
+                return lower(x, *rest)
+
+            @staticmethod
+            def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
+                ctx.anchor, *ctx.rest = inputs[1:]
+
+            @staticmethod
+            def backward(ctx: Any, y: Tensor) -> tuple[Tensor | None, ...]:
+                back = adjoint(y.contiguous(), ctx.anchor, *ctx.rest)
+                return back, None, *(None for _ in ctx.rest)
+
+            @staticmethod
+            def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+                return op(tangent.contiguous(), ctx.anchor, *ctx.rest)
+
+        def at_each_level(x: Tensor, anchor: Tensor, *rest: Any) -> Tensor:
+            with enable_single_level_autograd_function():
+                done: Tensor = AtOneLevel.apply(x, anchor, *rest)  # type: ignore[attr-defined]
             return done
 
         def batched(
-            info: Any, in_dims: tuple[int | None, ...], x: Tensor, *rest: Any
+            info: Any, in_dims: tuple[int | None, ...], x: Tensor, anchor: Tensor, *rest: Any
         ) -> tuple[Tensor, int]:
             assert in_dims[0] is not None
             rows = x.movedim(in_dims[0], -1).contiguous()
             wide = [[n * info.batch_size for n in r] if isinstance(r, list) else r for r in rest]
-            flat = getattr(_OPS, name)(rows.view(-1), *wide)
-            return flat.view(-1, info.batch_size), 1
+            return op(rows.view(-1), anchor, *wide).view(-1, info.batch_size), 1
 
         _LIBRARY.define(schema)
-        _LIBRARY.impl(name, composite, "CompositeImplicitAutograd")
+        _LIBRARY.impl(name, at_each_level, "CompositeImplicitAutograd")
         torch.library.register_vmap(f"allgrad::{name}", batched, lib=_LIBRARY)
 
     return register
 
 
-@_op("all_reduce(Tensor x, str group) -> Tensor")
-def _(x: Tensor, group: str) -> Any:
-    return _C10D.all_reduce(x, "sum", group)
+@_op(
+    "all_reduce(Tensor x, Tensor anchor, str group) -> Tensor",
+    lambda *args: _OPS.all_reduce(*args),  # noqa: PLW0108
+)
+def _(x: Tensor, group: str) -> Tensor:
+    return _wait(_C10D.all_reduce(x, "sum", group))
 
 
-@_op("broadcast(Tensor x, int src, str group) -> Tensor")
-def _(x: Tensor, src: int, group: str) -> Any:
-    return _C10D.broadcast(x, src, group)
+@_op(
+    "broadcast(Tensor x, Tensor anchor, int src, str group) -> Tensor",
+    lambda y, anchor, src, group: _OPS.all_reduce(y, anchor, group) * (_rank_in(group) == src),
+)
+def _(x: Tensor, src: int, group: str) -> Tensor:
+    return _wait(_C10D.broadcast(x, src, group))
 
 
-@_op("all_to_all(Tensor x, SymInt[] receive, SymInt[] send, str group) -> Tensor")
-def _(x: Tensor, receive: list[int], send: list[int], group: str) -> Any:
-    return _C10D.all_to_all_single(x, receive, send, group)
+@_op(
+    "all_to_all(Tensor x, Tensor anchor, SymInt[] receive, SymInt[] send, str group) -> Tensor",
+    lambda y, anchor, receive, send, group: _OPS.all_to_all(y, anchor, send, receive, group),
+)
+def _(x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
+    return _wait(_C10D.all_to_all_single(x, receive, send, group))
 
 
-@_op("all_gather(Tensor x, int world, str group) -> Tensor")
-def _(x: Tensor, world: int, group: str) -> Any:
-    return _C10D.all_gather_into_tensor(x, world, group)
+@_op(
+    "all_gather(Tensor x, Tensor anchor, int world, str group) -> Tensor",
+    lambda *args: _OPS.reduce_scatter(*args),  # noqa: PLW0108
+)
+def _(x: Tensor, world: int, group: str) -> Tensor:
+    return _wait(_C10D.all_gather_into_tensor(x, world, group))
 
 
-@_op("reduce_scatter(Tensor x, int world, str group) -> Tensor")
-def _(x: Tensor, world: int, group: str) -> Any:
-    return _C10D.reduce_scatter_tensor(x, "sum", world, group)
+@_op(
+    "reduce_scatter(Tensor x, Tensor anchor, int world, str group) -> Tensor",
+    lambda *args: _OPS.all_gather(*args),  # noqa: PLW0108
+)
+def _(x: Tensor, world: int, group: str) -> Tensor:
+    return _wait(_C10D.reduce_scatter_tensor(x, "sum", world, group))
+
+
+@_op("sum_once(Tensor x, Tensor anchor, str group) -> Tensor", lambda *args: _OPS.share(*args))  # noqa: PLW0108
+def _(x: Tensor, group: str) -> Tensor:
+    return _wait(_C10D.all_reduce(x, "sum", group))
+
+
+@_op("share(Tensor x, Tensor anchor, str group) -> Tensor", lambda *args: _OPS.sum_once(*args))  # noqa: PLW0108
+def _(x: Tensor, group: str) -> Tensor:  # noqa: ARG001
+    return x.clone()
+
+
+@_op(
+    "gather_once(Tensor x, Tensor anchor, SymInt[] counts, int rank, str group) -> Tensor",
+    lambda *args: _OPS.keep_block(*args),  # noqa: PLW0108
+)
+def _(x: Tensor, counts: list[int], rank: int, group: str) -> Tensor:  # noqa: ARG001
+    world = len(counts)
+    if all(count == counts[0] for count in counts):
+        return _wait(_C10D.all_gather_into_tensor(x, world, group))
+    copies = x.repeat(world)
+    return _wait(_C10D.all_to_all_single(copies, counts, [x.shape[0]] * world, group))
+
+
+@_op(
+    "keep_block(Tensor x, Tensor anchor, SymInt[] counts, int rank, str group) -> Tensor",
+    lambda *args: _OPS.gather_once(*args),  # noqa: PLW0108
+)
+def _(x: Tensor, counts: list[int], rank: int, group: str) -> Tensor:  # noqa: ARG001
+    return x.narrow(0, sum(counts[:rank]), counts[rank]).clone()
+
+
+@_op(
+    "broadcast_once(Tensor x, Tensor anchor, int src, str group) -> Tensor",
+    lambda *args: _OPS.keep_on(*args),  # noqa: PLW0108
+)
+def _(x: Tensor, src: int, group: str) -> Tensor:
+    return _wait(_C10D.broadcast(x, src, group))
+
+
+@_op(
+    "keep_on(Tensor x, Tensor anchor, int src, str group) -> Tensor",
+    lambda *args: _OPS.broadcast_once(*args),  # noqa: PLW0108
+)
+def _(x: Tensor, src: int, group: str) -> Tensor:
+    return x.clone() if _rank_in(group) == src else torch.zeros_like(x)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Cut", "apart", "even", "plain", "together"]
+__all__ = ["Cut", "apart", "even", "nothing", "plain", "together", "zeros"]
 
 
 def even(total: int, parts: int) -> tuple[int, ...]:
@@ -43,6 +43,26 @@ def apart(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         return [flat.view(shapes[0])]
     parts = flat.split([prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def nothing(xs: Sequence[Tensor]) -> Tensor:
+    """No elements of the tensors, flat, and linked to them.
+
+    A compiler differentiates what it traced: a rank that sends nothing still takes part in backward
+    (test_rank_that_sends_or_gets_nothing_takes_part).
+    """
+    if not torch.compiler.is_compiling():
+        return xs[0].new_empty(0)
+    empty = [(x if x.dim() else x.reshape(1)).narrow(0, 0, 0).reshape(-1) for x in xs]
+    return sum(empty[1:], empty[0])
+
+
+def zeros(received: Tensor, shape: Sequence[int]) -> Tensor:
+    """Zeros on a rank that received nothing, linked to that nothing, for the same reason."""
+    fresh = received.new_zeros(shape)
+    if torch.compiler.is_compiling() and (received.is_floating_point() or received.is_complex()):
+        return fresh + received.sum()
+    return fresh
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@
 | no graph, no transform | the pair's map |
 | autograd, torch.func, dual numbers, nested as you like | an autograd.Function |
 | the same under ``grad="none"`` | one without derivative |
-| forward mode under torch.compile | the pair on values and on tangents |
-| what torch.compile would get wrong | a clear refusal |
+| torch.compile | the pair's map, whose ops (graph_wire) have every rule of their own |
 """
 
 from __future__ import annotations
@@ -98,8 +97,8 @@ def _plain(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(pair.forward(xs))
 
 
-def _run(function: type[_InGraph], pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    anchor = ANCHOR if function is _InGraph else _anchor(tangents=function is _Apply)
+def _run(function: type[_Apply], pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    anchor = _anchor(tangents=function is _Apply)
     results: tuple[Tensor, ...] = function.apply(pair, anchor, *xs)  # type: ignore[no-untyped-call]
     return results
 
@@ -141,8 +140,8 @@ def _with_tangent(x: Tensor) -> Tensor:
     return dual
 
 
-class _InGraph(torch.autograd.Function):
-    """What torch.compile traces: it refuses a Function with a ``jvp``."""
+class _Apply(torch.autograd.Function):
+    """The pair with every rule: backward, forward mode, batches."""
 
     @staticmethod
     def forward(pair: AdjointPair, anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
@@ -154,13 +153,7 @@ class _InGraph(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.compiler.is_compiling():  # traced ahead of time, whatever is active by then
-            return None, None, *_trace_derived(ctx.pair.adjoint, gradients)
         return None, None, *apply(ctx.pair.adjoint, gradients)
-
-
-class _Apply(_InGraph):
-    """The same with a batching rule and with forward mode."""
 
     @staticmethod
     def vmap(
@@ -214,32 +207,19 @@ def _batched(info: Any, dims: Sequence[int | None], xs: Sequence[Tensor]) -> lis
 
 
 def _trace(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool) -> tuple[Tensor, ...]:
-    """The same under torch.compile, which knows a Function's backward but neither other rule."""
-    if _order is not None:
-        raise ModeError(
-            f"{pair.name}: lockstep cannot order the backward of a compiled graph.\n"
-            "Compile what is around the lockstep block, or use the block without compile."
-        )
-    active = _active_transforms() if torch._C._are_functorch_transforms_active() else ()  # noqa: SLF001
-    if active:
-        _refuse_what_compile_gets_wrong(pair, active)
-    duals = forward_ad._current_level >= 0 and active[-1:] in {(), ("Jvp",)}  # noqa: SLF001
+    """The same under torch.compile: the ops of graph_wire have every derivative of their own."""
+    run = pair.forward if pair.traced is None else pair.traced[0]
     if stop:
         with torch.no_grad():
-            return _plain(pair, [forward_ad.unpack_dual(x).primal if duals else x for x in xs])
+            return tuple(run([x.detach() for x in xs]))
+    active = _active_transforms() if torch._C._are_functorch_transforms_active() else ()  # noqa: SLF001
+    duals = forward_ad._current_level >= 0 and active[-1:] in {(), ("Jvp",)}  # noqa: SLF001
     if not duals or not _differentiable(xs):
-        return _trace_derived(pair, xs)
+        return tuple(run(xs))
     split = [_split_dual(x) for x in xs]
-    ys = _trace_derived(pair, [value for value, _ in split])
-    dys = _trace_derived(pair, [tangent for _, tangent in split])
+    ys = run([value for value, _ in split])
+    dys = run([tangent for _, tangent in split])
     return tuple(forward_ad.make_dual(y, dy) for y, dy in zip(ys, dys, strict=True))
-
-
-def _trace_derived(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    transformed = torch._C._are_functorch_transforms_active()  # noqa: SLF001
-    if transformed or (_differentiable(xs) and torch.is_grad_enabled()):
-        return _run(_InGraph, pair, xs)
-    return _plain(pair, xs)
 
 
 def _split_dual(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -253,17 +233,3 @@ def _active_transforms() -> tuple[str, ...]:
     """The torch.func transforms around this call, the outermost first: "Grad", "Jvp", "Vmap"."""
     stack = torch._C._functorch.get_interpreter_stack() or ()  # noqa: SLF001
     return tuple(interpreter.key().name for interpreter in stack)
-
-
-def _refuse_what_compile_gets_wrong(pair: AdjointPair, active: tuple[str, ...]) -> None:
-    """Dynamo drops the batching rule and the forward mode of a Function; raise before it does."""
-    if "Vmap" in active:
-        raise ModeError(
-            f"{pair.name}: torch.compile cannot trace a collective inside torch.func.vmap, jacfwd "
-            "or hessian.\nCompile the function inside the vmap, or run this part eagerly."
-        )
-    if "Jvp" in active[:-1]:
-        raise ModeError(
-            f"{pair.name}: torch.compile cannot trace a collective inside {active[-1].lower()} "
-            "inside torch.func.jvp.\nPut jvp innermost, or run this part eagerly."
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from allgrad import reductions, wire
+from allgrad import graph_wire, reductions, wire
 from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.all_to_all import exchange_pair
 from allgrad.collectives.arguments import (
@@ -16,6 +16,7 @@ from allgrad.collectives.arguments import (
     attempt,
     check_grad,
     exchange,
+    only_shapes,
     own_pieces,
     require_fit,
     shapes,
@@ -122,7 +123,7 @@ def reduce_scatter(
     if isinstance(checked, InputError):
         raise announce("reduce_scatter", ranks, x, checked)
     taken, cut, found = checked
-    if verify:
+    if verify and not only_shapes(taken):
         heard = exchange("reduce_scatter", ranks, taken, cut.dims)
         require_fit("reduce_scatter", taken, heard, free=False)
     return taken.run(
@@ -231,7 +232,16 @@ def once_pair(ranks: Group, cut: Cut) -> AdjointPair:
     def keep(xs: Sequence[Tensor]) -> list[Tensor]:
         return [plain(x) if not x.is_contiguous() else x.clone() for x in cut.own(xs, ranks.rank)]
 
-    return AdjointPair("all_gather", "split", gather_pair(ranks, cut).forward, keep)
+    def gather_once(xs: Sequence[Tensor]) -> list[Tensor]:
+        counts = cut.counts(xs)
+        return cut.join(graph_wire.gather_once(together(xs), counts, ranks.rank, ranks.name), xs)
+
+    def keep_block(xs: Sequence[Tensor]) -> list[Tensor]:
+        flat = graph_wire.keep_block(cut.lay_out(xs), cut.counts(xs), ranks.rank, ranks.name)
+        return apart(flat, cut.shapes(xs, ranks.rank))
+
+    traced = (gather_once, keep_block) if ranks.size > 1 else None
+    return AdjointPair("all_gather", "split", gather_pair(ranks, cut).forward, keep, traced)
 
 
 def _divide(fresh: Tensor, by: int) -> Tensor:

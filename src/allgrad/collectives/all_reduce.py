@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from allgrad import reductions, wire
+from allgrad import graph_wire, reductions, wire
 from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.all_gather import gather_pair, once_pair, reduce_pieces
 from allgrad.collectives.arguments import Grad, Nest, check_grad, shapes, take, way_to_run
@@ -77,7 +77,7 @@ def _all_reduce(
         pair = _once_pair(ranks, divided_by) if grad == "same" else _sum_pair(ranks, divided_by)
         return way_to_run(async_op)(pair, xs, stop=stop)
     make_pair = once_pair if grad == "same" else gather_pair
-    if sum(x.nbytes for x in xs) * ranks.size <= _WHOLE_PIECES_UP_TO:
+    if sum(x.numel() * x.element_size() for x in xs) * ranks.size <= _WHOLE_PIECES_UP_TO:
         rows = Cut((0,) * len(xs), ((1,) * ranks.size,) * len(xs))
         stacked = apply(make_pair(ranks, rows), [x.unsqueeze(0) for x in xs], stop=stop)
         return [reduction.stacked(t, 0) for t in stacked]
@@ -110,7 +110,7 @@ def share(x: Nest, *, group: GroupLike = None, async_op: bool = False) -> Nest:
 
 def _sum_pair(ranks: Group, divided_by: int) -> AdjointPair:
     def reduce(xs: Sequence[Tensor]) -> list[Tensor]:
-        return _reduced(ranks, xs, divided_by)
+        return _divided(wire.all_reduce(ranks, together(xs)), xs, divided_by)
 
     return AdjointPair("all_reduce", "all_reduce", reduce, reduce)
 
@@ -121,9 +121,18 @@ def _once_pair(ranks: Group, divided_by: int) -> AdjointPair:
     def hand_over(xs: Sequence[Tensor]) -> list[Tensor]:
         return [x if divided_by == 1 else x / divided_by for x in xs]
 
-    return AdjointPair("all_reduce", "share", lambda xs: _reduced(ranks, xs, divided_by), hand_over)
+    def reduce(xs: Sequence[Tensor]) -> list[Tensor]:
+        return _divided(wire.all_reduce(ranks, together(xs)), xs, divided_by)
+
+    def reduce_once(xs: Sequence[Tensor]) -> list[Tensor]:
+        return _divided(graph_wire.sum_once(together(xs), ranks.name), xs, divided_by)
+
+    def share(xs: Sequence[Tensor]) -> list[Tensor]:
+        return _divided(graph_wire.share(together(xs), ranks.name), xs, divided_by)
+
+    traced = (reduce_once, share) if ranks.size > 1 else None
+    return AdjointPair("all_reduce", "share", reduce, hand_over, traced)
 
 
-def _reduced(ranks: Group, xs: Sequence[Tensor], divided_by: int) -> list[Tensor]:
-    out = wire.all_reduce(ranks, together(xs))
-    return apart(out if divided_by == 1 else out.div_(divided_by), [x.shape for x in xs])
+def _divided(fresh: Tensor, xs: Sequence[Tensor], by: int) -> list[Tensor]:
+    return apart(fresh if by == 1 else fresh.div_(by), [x.shape for x in xs])

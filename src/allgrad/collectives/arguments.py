@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, 
 import torch
 from torch import Tensor
 
-from allgrad import agreement
+from allgrad import agreement, graph_wire
 from allgrad.agreement import Announcement, Brought
 from allgrad.containers import Frame, split_tensors
-from allgrad.errors import GroupError, InputError, SizesError, TensorError
+from allgrad.errors import GroupError, InputError, ModeError, SizesError, TensorError
 from allgrad.flights import Handle, Landed, start
 from allgrad.ragged import Cut, even
 from allgrad.transforms import apply
@@ -30,6 +30,7 @@ __all__ = [
     "check_grad",
     "check_rank",
     "given_sizes",
+    "only_shapes",
     "own_pieces",
     "require_fit",
     "shapes",
@@ -265,7 +266,7 @@ def attempt(check: Callable[[], T], *, others_wait: bool) -> T | InputError:
     try:
         return check()
     except InputError as error:
-        if not others_wait:
+        if not others_wait or torch.compiler.is_compiling():
             raise
         return error
 
@@ -278,12 +279,30 @@ def exchange(
     counts: Sequence[Sequence[int]] | None = None,
 ) -> list[Announcement]:
     """Tell all ranks what this one brings; raise if any of them has a problem with its own."""
+    if only_shapes(taken):
+        raise ModeError(
+            f"{op}: under torch.compile, and for fake and meta tensors, the ranks cannot tell each "
+            f"other their sizes.\n{_ADVICE.get(op, _ADVICE['all_gather'])}"
+        )
     brought = tuple(
         Brought(t.dtype, tuple(t.shape), dim) for t, dim in zip(taken.tensors, dims, strict=True)
     )
     names = 0 if taken.frame is None else agreement.hash_names(taken.names())
     device = taken.tensors[0].device if taken.tensors else torch.get_default_device()
     return agreement.exchange(group, Announcement(op, brought, names), device, counts)
+
+
+_ADVICE = {
+    "all_gather": 'Give sizes=, what each rank holds; or sizes="equal" where all pieces have one.',
+    "all_to_all": 'Give recv_sizes=, what each rank sends to this one; or send_sizes="equal".',
+    "scatter": "Give sizes= on every rank, and off src a tensor that is empty along dim.",
+    "sizes": "Call it before, and pass the sizes in.",
+}
+
+
+def only_shapes(taken: Taken[Any]) -> bool:
+    """Tell whether no message can be sent about the call before it: it is traced, or fake, or meta."""
+    return torch.compiler.is_compiling() or any(graph_wire.only_shapes(t) for t in taken.tensors)
 
 
 def announce(op: str, group: Group, x: object, problem: InputError) -> InputError:

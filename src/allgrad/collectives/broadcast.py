@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allgrad import reductions, wire
+from allgrad import graph_wire, reductions, wire
 from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.arguments import (
     Grad,
@@ -132,7 +132,16 @@ def _once_pair(ranks: Group, src: int) -> AdjointPair:
     def keep(xs: Sequence[Tensor]) -> list[Tensor]:
         return [x.clone() if ranks.rank == src else torch.zeros_like(x) for x in xs]
 
-    return AdjointPair("broadcast", "keep on src", _sum_pair(ranks, src).forward, keep)
+    def send_once(xs: Sequence[Tensor]) -> list[Tensor]:
+        flat = graph_wire.broadcast_once(together(xs), src, ranks.name)
+        return apart(flat, [x.shape for x in xs])
+
+    def keep_on(xs: Sequence[Tensor]) -> list[Tensor]:
+        flat = graph_wire.keep_on(together(xs), src, ranks.name)
+        return apart(flat, [x.shape for x in xs])
+
+    traced = (send_once, keep_on) if ranks.size > 1 else None
+    return AdjointPair("broadcast", "keep on src", _sum_pair(ranks, src).forward, keep, traced)
 
 
 def _divide(fresh: Tensor, by: int) -> Tensor:

@@ -16,6 +16,8 @@ from allgrad.collectives.arguments import (
     attempt,
     check_rank,
     exchange,
+    given_sizes,
+    only_shapes,
     own_pieces,
     require_fit,
     shapes,
@@ -24,7 +26,7 @@ from allgrad.collectives.arguments import (
     way_to_run,
 )
 from allgrad.errors import InputError, TensorError, rank_table
-from allgrad.ragged import Cut, apart, together
+from allgrad.ragged import Cut, apart, nothing, together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,7 +96,8 @@ def scatter(
 
     ``sizes`` are read on ``src``; ``None`` cuts as evenly as possible. Off ``src`` a tensor that
     is empty along ``dim`` may stand for None; it then has an (empty) gradient. When ``src`` cuts a
-    nest, the others pass the same nest of such empty tensors.
+    nest, the others pass the same nest of such empty tensors. Under ``torch.compile``
+    every rank gives ``sizes``, and those off ``src`` such tensors.
 
     Cost: one collective each way, and one exchange in which ``src`` tells shape and dtype.
     """
@@ -120,16 +123,33 @@ def scatter(
     if isinstance(checked, InputError):
         raise announce("scatter", ranks, x, checked)
     taken, cut = checked
-    heard = exchange("scatter", ranks, taken, cut.dims, cut.sizes)
-    told = _source(taken, heard, src)
-    if not here:
-        taken = taken if taken.tensors else _empty(ranks, told)
-        own = ((b.amount if r == ranks.rank else 0 for r in range(ranks.size)) for b in told)
-        cut = Cut(tuple(b.dim for b in told), tuple(tuple(sizes) for sizes in own))
+    if only_shapes(taken) and _is_known(ranks, taken, sizes):
+        cut = (
+            cut if here else Cut(cut.dims, (given_sizes("scatter", ranks, sizes),) * len(cut.dims))
+        )
+    else:
+        taken, cut = _told(ranks, taken, cut, src)
     run = way_to_run(async_op)
     return taken.run(
         lambda which, xs: run(to_one_pair(ranks, cut.of(which), src).adjoint, xs), async_op=async_op
     )
+
+
+def _is_known(ranks: Group, taken: Taken[Any], sizes: Sizes) -> bool:
+    """Tell whether every rank knows what it gets without being told."""
+    given = sizes is not None and not isinstance(sizes, str)
+    return ranks.size == 1 or (given and bool(taken.tensors))
+
+
+def _told(ranks: Group, taken: Taken[Any], cut: Cut, src: int) -> tuple[Taken[Any], Cut]:
+    """What each rank brings and gets, as src tells it."""
+    heard = exchange("scatter", ranks, taken, cut.dims, cut.sizes)
+    told = _source(taken, heard, src)
+    if ranks.rank == src:
+        return taken, cut
+    own = ((b.amount if r == ranks.rank else 0 for r in range(ranks.size)) for b in told)
+    cut = Cut(tuple(b.dim for b in told), tuple(tuple(sizes) for sizes in own))
+    return taken if taken.tensors else _empty(ranks, told), cut
 
 
 def _source(taken: Taken[Any], heard: Sequence[Announcement], src: int) -> tuple[Brought, ...]:
@@ -186,7 +206,7 @@ def to_one_pair(ranks: Group, cut: Cut, root: int) -> AdjointPair:
 
     def deal(xs: Sequence[Tensor]) -> list[Tensor]:
         out, into = counts(xs)
-        flat = cut.lay_out(xs) if here else xs[0].new_empty(0)
+        flat = cut.lay_out(xs) if here else nothing(xs)
         return apart(wire.all_to_all(ranks, flat, into, out), cut.shapes(xs, ranks.rank))
 
     return AdjointPair("gather", "scatter", collect, deal)

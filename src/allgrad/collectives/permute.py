@@ -8,7 +8,7 @@ from allgrad import wire
 from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.arguments import Nest, Sizes, check_rank, own_pieces, shapes, way_to_run
 from allgrad.errors import GroupError, InputError
-from allgrad.ragged import Cut, apart, together
+from allgrad.ragged import Cut, apart, nothing, together, zeros
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -110,10 +110,10 @@ def permute_pair(ranks: Group, to: Mapping[int, int], cut: Cut) -> AdjointPair:
             send[to[ranks.rank]] = sum(x.numel() for x in xs)
         if ranks.rank in back:
             receive[back[ranks.rank]] = result.counts(xs)[ranks.rank]
-        sent = together(xs) if ranks.rank in to else xs[0].new_empty(0)
+        sent = together(xs) if ranks.rank in to else nothing(xs)
         got = wire.all_to_all(ranks, sent, send, receive)
         shapes = result.shapes(xs, ranks.rank)
-        return apart(got, shapes) if ranks.rank in back else [xs[0].new_zeros(s) for s in shapes]
+        return apart(got, shapes) if ranks.rank in back else [zeros(got, s) for s in shapes]
 
     return AdjointPair(
         "permute",

@@ -11,7 +11,7 @@ from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.all_gather import gather_pair
 from allgrad.collectives.arguments import Nest, shapes, take, way_to_run
 from allgrad.errors import ReductionError
-from allgrad.ragged import Cut, apart, together
+from allgrad.ragged import Cut, apart, together, zeros
 from allgrad.transforms import apply
 
 if TYPE_CHECKING:
@@ -116,6 +116,6 @@ def _from_distance(ranks: Group, flat: Tensor, distance: int) -> Tensor:
     n = flat.numel()
     send = [n if rank == to else 0 for rank in range(ranks.size)]
     receive = [n if rank == source else 0 for rank in range(ranks.size)]
-    sent = flat if any(send) else flat.new_empty(0)
+    sent = flat if any(send) else flat[:0]
     got = wire.all_to_all(ranks, sent, send, receive) if ranks.size > 1 else flat.new_empty(0)
-    return got if any(receive) else flat.new_zeros(n)
+    return got if any(receive) else zeros(got, (n,))

@@ -1,0 +1,287 @@
+"""torch.compile(fullgraph=True): every collective in a graph, forward and backward, equal to eager."""
+
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as nnf
+from torch import func
+from torch._dynamo.backends.common import aot_autograd
+
+import allgrad as ag
+from calls import CALLS, Place
+from differentiation import Through
+from exactness import leaf, random, same
+from places import on
+
+no_compiler = shutil.which("g++") is None and shutil.which("clang++") is None
+
+
+def compiled(fn, backend="aot_eager", **options):
+    torch._dynamo.reset()
+    return torch.compile(fn, fullgraph=True, backend=backend, **options)
+
+
+def check_as_eager(fn, *inputs, backend="aot_eager", **options):
+    """Value and gradients of the compiled function are those of the plain one."""
+    mine = [leaf(x) if x.is_floating_point() else x for x in inputs]
+    wanted = [leaf(x) if x.is_floating_point() else x for x in inputs]
+    got, want = compiled(fn, backend, **options)(*mine), fn(*wanted)
+    same(got.detach(), want.detach(), "the value")
+    assert got.requires_grad == want.requires_grad
+    if want.requires_grad:
+        w = random(want.shape, dist.get_rank())
+        (got.sin() * w).sum().backward()
+        (want.sin() * w).sum().backward()
+        for a, b in zip(mine, wanted, strict=True):
+            if b.is_floating_point():
+                assert (a.grad is None) == (b.grad is None)
+                if b.grad is not None:
+                    same(a.grad, b.grad, "the gradient")
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", CALLS)
+def test_in_a_graph_as_eager(rank, world, name):
+    case = Through(CALLS[name], Place(rank, world, sizes_given=True))
+    check_as_eager(case.function, case.values[case.mine])
+
+
+def many(at, sizes, x, y):
+    """Several collectives in one graph, linear and not, ragged, forward and backward."""
+    z = ag.all_gather(x, sizes=sizes, group=at).tanh()
+    z = z * ag.all_reduce(y, "max", group=at) + ag.scan(y, group=at)
+    z = ag.reduce_scatter(z, op="mean", sizes=sizes, group=at)
+    z = ag.shift(ag.all_reduce({"z": z.sum(0), "y": y}, grad="same", group=at)["z"], sizes="equal")
+    return z.sin() + ag.broadcast(y, group=at).mean()
+
+
+SIZES = (2, 1, 3)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_several_collectives_in_one_graph(rank, dynamic):
+    x, y = random((SIZES[rank], 2), rank), random((2,), 10 + rank)
+    check_as_eager(lambda x, y: many(None, SIZES, x, y), x, y, dynamic=dynamic)
+
+
+@pytest.mark.ranks(2, timeout=200)
+@pytest.mark.skipif(no_compiler, reason="Inductor needs a C++ compiler")
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_inductor(rank, dynamic):
+    x, y = random((SIZES[rank], 2), rank), random((2,), 10 + rank)
+    sizes = SIZES[:2]
+    check_as_eager(lambda x, y: many(None, sizes, x, y), x, y, backend="inductor", dynamic=dynamic)
+
+
+@pytest.mark.ranks(2)
+def test_one_graph_serves_other_shapes_when_dynamic(rank):
+    compiles = []
+
+    def counting(graph, _):
+        compiles.append(graph)
+        return graph.forward
+
+    run = compiled(
+        lambda x: ag.all_reduce(ag.all_gather(x, 1, sizes="equal").sin()),
+        aot_autograd(fw_compiler=counting),
+        dynamic=True,
+    )
+    counted = []
+    for n in (3, 4, 5):
+        x = random((n, 2), rank)
+        want = ag.all_reduce(ag.all_gather(x, 1).sin())
+        same(run(leaf(x)).detach(), want.detach(), f"{n} rows")
+        counted.append(len(compiles))
+    assert counted == [2, 2, 2]  # forward and backward, at the first call
+
+
+@pytest.mark.parametrize("where", ["ranks 1 and 3 of 4", "axis of a 2 x 2 mesh", "mesh of 3"])
+def test_groups(where):
+    on(where, in_group)
+
+
+def in_group(group):
+    rank = dist.get_rank()
+    x = random((2, 2), rank)
+
+    def run(x):
+        y = ag.broadcast(x, 1, group=group) * ag.all_reduce(x, group=group)
+        return ag.all_gather(y, sizes="equal", group=group) + ag.reduce(x, 1, group=group).sum()
+
+    check_as_eager(run, x)
+
+
+@pytest.mark.ranks(3)
+def test_nests_in_a_graph(rank):
+    def run(x, y):
+        n = torch.arange(2)
+        got = ag.all_gather({"a": [x, n], "b": (y,)}, sizes="equal")
+        return got["a"][0].sum(0) * got["b"][0].sum() + got["a"][1].sum()
+
+    check_as_eager(run, random((2, 3), rank), random((2,), 5 + rank))
+
+
+def captured(fn, *inputs):
+    """The names of the ops in the graphs that AOTAutograd hands to a backend, forward and backward."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append({str(node.target) for node in graph.graph.nodes})
+        return graph.forward
+
+    compiled(fn, aot_autograd(fw_compiler=keep))(*inputs).sum().backward()
+    return graphs
+
+
+@pytest.mark.ranks(2)
+def test_graphs_hold_functional_collectives(rank):
+    """What Inductor knows how to schedule, and nothing of ours."""
+    x = leaf(random((2, 2), rank))
+    expected = {
+        "all_reduce": (ag.all_reduce, "all_reduce", "all_reduce"),
+        "all_gather": (
+            lambda x: ag.all_gather(x, sizes="equal"),
+            "all_gather_into_tensor",
+            "reduce_scatter_tensor",
+        ),
+        "broadcast": (ag.broadcast, "broadcast", "all_reduce"),
+        "shift": (
+            lambda x: ag.shift(x, sizes="equal"),
+            "all_to_all_single",
+            "all_to_all_single",
+        ),
+    }
+    for name, (call, forward, backward) in expected.items():
+        graphs = captured(lambda x, call=call: call(x.sin()), x)
+        assert len(graphs) == 2, name
+        for ops, op in zip(graphs, (forward, backward), strict=True):
+            assert f"_c10d_functional.{op}.default" in ops, name
+            assert not any("allgrad" in op for op in ops), name
+
+
+@pytest.mark.ranks(2)
+def test_contrastive_step(rank):
+    """all_gather + cross-entropy: the step most programs compile."""
+
+    def step(a, b, temperature):
+        everyone = ag.all_gather(b, sizes=(3, 2))
+        labels = torch.arange(a.shape[0]) + (0 if rank == 0 else 3)
+        return nnf.cross_entropy(a @ everyone.T * temperature.exp(), labels)
+
+    n = (3, 2)[rank]
+    check_as_eager(step, random((n, 4), rank), random((n, 4), 9 + rank), random((), 3))
+
+
+@pytest.mark.ranks(2)
+def test_ddp_training_step(rank):
+    """A whole training step under DistributedDataParallel, compiled and not: the same parameters."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4).double()
+
+        def forward(self, x):
+            z = nnf.normalize(self.layer(x))
+            return z @ ag.all_gather(z, sizes=(3, 2)).T
+
+    def train(wrap):
+        torch.manual_seed(0)
+        net = Net()
+        model = wrap(torch.nn.parallel.DistributedDataParallel(net))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(random(((3, 2)[rank], 4), 7 * step + rank)).square().sum().backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+    torch._dynamo.reset()
+    same(train(lambda m: torch.compile(m, backend="aot_eager")), train(lambda m: m), "parameters")
+
+
+@pytest.mark.ranks(2, 3)
+def test_piece_without_gradient_takes_part(rank, world):
+    """Only rank 0's piece requires grad; backward runs on all of them."""
+    for name in ("all_reduce sum", "all_reduce max", "all_gather", "shift", "scan sum", "gather"):
+        call = CALLS[name]
+        x = random(call.shapes(world)[rank], rank).requires_grad_(rank == 0)
+        at = Place(rank, world, sizes_given=True)
+        y = compiled(lambda x, call=call, at=at: call.run(at, x))(x)
+        assert y.requires_grad
+        y.square().sum().backward()
+        assert (x.grad is not None) == (rank == 0)
+
+
+@pytest.mark.ranks(3)
+def test_rank_that_sends_or_gets_nothing_takes_part(rank, world):
+    """To second order, where the graph itself is differentiated."""
+    for pairs in ([(0, 1)], [(2, 0), (0, 2)]):
+
+        def run(x, pairs=pairs):
+            y = ag.permute(x, pairs, sizes="equal")
+            return ag.scan(y.sin(), exclusive=True)
+
+        def slope(x, run=run):
+            return func.grad(lambda x: run(x).square().sum())(x)
+
+        x = random((2,), rank)
+        check_as_eager(slope, x)
+
+
+@pytest.mark.ranks(2)
+def test_sizes_cannot_be_found_out_in_a_graph(rank):
+    x = torch.ones(2, 2)
+    for call in (ag.all_gather, ag.gather, ag.shift, ag.all_to_all, ag.sizes, ag.scatter):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"ModeError.*(Give|Call)"):
+            compiled(call)(x if call is not ag.scatter or rank == 0 else x[:0])
+
+
+@pytest.mark.ranks(2)
+def test_bad_input_is_told_while_tracing(rank):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"SizesError.*add up to 3"):
+        compiled(lambda x: ag.split(x, sizes=(1, 2)))(torch.ones(4))
+
+
+@pytest.mark.ranks(2)
+def test_gradient_penalty_through_a_compiled_slope(rank):
+    """func.grad inside the graph, autograd outside: the second order is there."""
+    x = random((3,), rank)
+    check_as_eager(func.grad(lambda x: ag.all_reduce(x.sin()).square().sum()), x)
+
+
+@pytest.mark.ranks(2)
+def test_result_may_be_changed_in_place(rank):
+    def run(x):
+        y = ag.all_reduce(x)
+        y /= 2
+        return y + x
+
+    check_as_eager(run, random((3,), rank))
+
+
+@pytest.mark.ranks(2)
+def test_no_grad_in_a_graph(rank):
+    x = random((3,), rank)
+
+    @torch.no_grad()
+    def run(x):
+        return ag.all_reduce(x)
+
+    got = compiled(run)(leaf(x))
+    assert not got.requires_grad
+    same(got, ag.all_reduce(x).detach(), "the value")
+
+
+@pytest.mark.ranks(2)
+def test_dual_numbers_of_a_piece_without_tangent(rank):
+    x = random((3,), rank)
+    t = random((3,), 5)
+
+    def run(x):
+        return func.jvp(lambda y: ag.all_reduce(y if rank == 0 else x) + y, (x,), (t,))[1]
+
+    same(compiled(run)(x).detach(), 2 * t, "the tangent")
