@@ -35,6 +35,7 @@ LAYERS = [
     ["module_state", "losses"],
     ["compat"],
     ["testing", "report"],
+    ["demo"],
     ["cli"],
     ["__main__"],
 ]

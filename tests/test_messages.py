@@ -25,7 +25,15 @@ def announcement(chance):
 def intent(chance):
     counts = tuple(chance.randrange(9) for _ in range(RANKS))
     return Intent(
-        chance.randrange(99), "all_to_all", torch.float64, 0, -1, "call(é)", "a.py:3", counts, counts
+        chance.randrange(99),
+        "all_to_all",
+        torch.float64,
+        0,
+        -1,
+        "call(é)",
+        "a.py:3",
+        counts,
+        counts,
     ).encode(RANKS)
 
 

@@ -41,7 +41,7 @@ def test_every_rank_ends_as_it_should(name, tmp_path):
     try:
         run_ranks(run_scenario, world, name, str(tmp_path), timeout=40)
     except RankFailed as failure:
-        assert "SIGKILL" in str(failure), failure  # noqa: PT017
+        assert "SIGKILL" in str(failure), failure
     ended = {}
     for rank in range(world):
         file = tmp_path / f"{rank}.json"

@@ -322,7 +322,7 @@ def test_ranks_end_with_their_caller_even_inside_a_call() -> None:
             threading.Timer(1.0, os._exit, [0]).start()
             run_ranks(body, 1)
     """
-    done = subprocess.run(  # noqa: S603
+    done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         capture_output=True,
         check=True,

@@ -1,80 +1,56 @@
-"""The demo: a ragged all_gather with its gradient on real ranks, and the same in one process."""
+"""The demo: real ranks learn to match pictures and captions, and one process learns the same."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
-from rich.console import Console
-from rich.table import Table
-
-from allgrad.collectives.all_gather import all_gather
-from allgrad.testing import run_ranks
-from allgrad.world import rank_of
+from allgrad.demo import picture
+from allgrad.demo.progress import say
+from allgrad.demo.training import batch_sizes
+from allgrad.demo.worlds import alone, in_torchruns_world, on_new_ranks, torchruns_world
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from pathlib import Path
 
-_SIZES = (2, 1, 3, 2)
+    from allgrad.demo.training import Course, Run
 
+__all__ = ["show"]
 
-class _Outcome(NamedTuple):
-    held: Tensor
-    got: Tensor
-    gradient: Tensor
+_LIMIT = 1e-8  # rounding in float64 stays far below, a wrong gradient far above
 
 
-def _held(rank: int) -> Tensor:
-    length = _SIZES[rank % len(_SIZES)]
-    return torch.arange(1, length + 1, dtype=torch.float64) + 10 * rank
+def show(course: Course, *, backend: str, out: Path) -> bool:
+    """Train twice, print, draw, and tell whether both came to the same parameters."""
+    place = torchruns_world()
+    speaking = place is None or place[0] == 0
+    if speaking:
+        _introduce(course, backend)
+    ranks = (on_new_ranks if place is None else in_torchruns_world)(course, backend)
+    if not speaking:
+        return True
+    one = alone(course)
+    difference, name = _largest_difference(ranks, one)
+    picture.draw(out, course, ranks, one, difference)
+    same = difference <= _LIMIT
+    say(f"Largest difference of any parameter on any rank: {difference:.1e} ({name})")
+    if not same:
+        say(f"That is more than {_LIMIT:.0e}: the gradients are not the same.")
+    say(f"Both loss curves and the similarity matrix: {out}")
+    return same
 
 
-def _loss(joined: Tensor, rank: int) -> Tensor:
-    """Each rank uses the joined pieces in its own way."""
-    return (rank + 1) * joined.square().sum() / 2
+def _introduce(course: Course, backend: str) -> None:
+    say(f"{course.who} ({backend}) and then one process match handwritten digits and captions.")
+    sizes = "  ".join("+".join(map(str, batch_sizes(step, course.ranks))) for step in range(5))
+    say(f"Pairs on each rank at the first steps: {sizes}")
+    say("Right are held-out pictures that are nearest to their own of ten captions.")
 
 
-def _on_rank() -> _Outcome:
-    rank = rank_of()
-    piece = _held(rank).requires_grad_()
-    joined = all_gather(piece)
-    _loss(joined, rank).backward()
-    assert piece.grad is not None
-    return _Outcome(piece.detach(), joined.detach(), piece.grad)
-
-
-def _in_one_process(ranks: int) -> list[_Outcome]:
-    pieces = [_held(rank).requires_grad_() for rank in range(ranks)]
-    joined = torch.cat(pieces)
-    total = torch.stack([_loss(joined, rank) for rank in range(ranks)]).sum()
-    gradients = torch.autograd.grad(total, pieces)
-    return [
-        _Outcome(piece.detach(), joined.detach(), gradient)
-        for piece, gradient in zip(pieces, gradients, strict=True)
-    ]
-
-
-def show(ranks: int) -> bool:
-    """Run, print, and tell whether the two agree to the last bit."""
-    console = Console()
-    console.print(f"Starting {ranks} processes ...")
-    got = run_ranks(_on_rank, ranks)
-    wanted = _in_one_process(ranks)
-    table = Table(title=f"all_gather of unequal pieces, forward and backward, {ranks} ranks")
-    for heading in ("rank", "held", "got", "gradient", "gradient in one process"):
-        table.add_column(heading)
-    for rank, (mine, want) in enumerate(zip(got, wanted, strict=True)):
-        row = (mine.held, mine.got, mine.gradient, want.gradient)
-        table.add_row(str(rank), *(_numbers(t) for t in row))
-    console.print(table)
-    largest = max(
-        float((a - b).abs().max())
-        for mine, want in zip(got, wanted, strict=True)
-        for a, b in zip(mine, want, strict=True)
-    )
-    console.print(f"Largest difference between {ranks} processes and one: {largest:g}")
-    return largest == 0.0
-
-
-def _numbers(t: Tensor) -> str:
-    return " ".join(f"{value:g}" for value in t.tolist())
+def _largest_difference(ranks: Run, one: Run) -> tuple[float, str]:
+    """Between any rank and one process, and in which parameter; not a number counts as most."""
+    found = {
+        name: float((ranks.parameters[name] - wanted).abs().max())
+        for name, wanted in one.parameters.items()
+    }
+    name = max(found, key=lambda n: (found[n] != found[n], found[n]))
+    return found[name], name

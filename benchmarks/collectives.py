@@ -1,0 +1,15 @@
+"""The collectives beside raw torch.distributed, its differentiable versions, and padding.
+
+    python benchmarks/collectives.py [--ranks 2,4] [--sizes 4KiB,64MiB] [--json FILE] [--png FILE]
+
+The same as ``allgrad bench``; what is measured, and how, stands in ``allgrad.cli.bench``.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from allgrad.cli.bench.command import bench
+
+if __name__ == "__main__":
+    typer.run(bench)

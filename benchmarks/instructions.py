@@ -1,0 +1,113 @@
+"""Machine instructions of one-element calls, by callgrind: a regression shows without a clock.
+
+    python benchmarks/instructions.py [--calls 100]
+
+Needs valgrind. The world has two ranks of which only this one exists: torch's "fake" backend moves
+nothing and answers at once, so that the count is what this side spends, in Python and below, with
+no waiting in it. Its plans are those of a backend with calls of its own, such as NCCL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.nn import functional as nn
+
+import allgrad as ag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def ways() -> dict[str, Callable[[], object]]:
+    x, g = torch.ones(1, requires_grad=True), torch.ones(1)
+
+    def raw() -> torch.Tensor:
+        out = g.clone()
+        dist.all_reduce(out)
+        return out
+
+    def back(call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(call(x), x, g)
+
+    return {
+        "nothing": lambda: None,
+        "raw all_reduce": raw,
+        "allgrad all_reduce": lambda: ag.all_reduce(x),
+        "allgrad all_reduce, no gradient": lambda: ag.all_reduce(g, grad="none"),
+        "allgrad all_gather, equal": lambda: ag.all_gather(x, sizes="equal"),
+        "nn all_reduce": lambda: nn.all_reduce(x),
+        "functional all_reduce": lambda: functional.all_reduce(x, "sum", dist.group.WORLD).wait(),
+        "allgrad all_reduce, both ways": back(ag.all_reduce),
+        "nn all_reduce, both ways": back(nn.all_reduce),
+    }
+
+
+def control(*words: str) -> None:
+    command = ["callgrind_control", *words, str(os.getpid())]
+    subprocess.run(command, check=True, capture_output=True)  # noqa: S603
+
+
+def inside(calls: int) -> None:
+    """Under valgrind: count each way, once the interpreter has settled."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    warnings.simplefilter("ignore", FutureWarning)
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    for way in ways().values():
+        for _ in range(20):
+            way()
+    control("--instr=on")
+    for name, way in ways().items():
+        control("--zero")
+        for _ in range(calls):
+            way()
+        control(f"--dump={name}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=100)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.inside:
+        inside(options.calls)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        valgrind = ("valgrind", "--tool=callgrind", "--instr-atstart=no")
+        out = f"--callgrind-out-file={folder}/out"
+        program = (sys.executable, __file__, "--inside", f"--calls={options.calls}")
+        settings = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        subprocess.run([*valgrind, out, *program], env=settings, check=True)  # noqa: S603
+        counts = [
+            int(found[1])
+            for number in range(1, len(ways()) + 1)
+            if (
+                found := re.search(
+                    r"^(?:totals|summary): (\d+)", dump(folder, number), re.MULTILINE
+                )
+            )
+        ]
+    for name, count in zip(ways(), counts, strict=True):
+        each = (count - counts[0]) / options.calls
+        print(f"{name:<34} {each / 1000:8.1f} thousand instructions")
+
+
+def dump(folder: str, number: int) -> str:
+    return (Path(folder) / f"out.{number}").read_text()
+
+
+if __name__ == "__main__":
+    main()

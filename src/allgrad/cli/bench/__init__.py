@@ -1,0 +1,1 @@
+"""``allgrad bench``: the collectives beside their peers, in one interleaved run."""

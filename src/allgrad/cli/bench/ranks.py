@@ -1,0 +1,128 @@
+"""What one rank does for a measurement: check every way, then time or weigh it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from allgrad.cli.bench.cases import brought, wanted
+from allgrad.cli.bench.ways import barrier, ways_of
+from allgrad.world import rank_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from allgrad.cli.bench.cases import Case
+    from allgrad.cli.bench.ways import Way
+
+__all__ = ["Timed", "Weighed", "measure", "weigh"]
+
+
+@dataclass(slots=True)
+class Timed:
+    """One way on one rank: what was wrong with it, if anything, and seconds by sample."""
+
+    wrong: str
+    forward: list[float] = field(default_factory=list)
+    both: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """Bytes of memory at the peak, beyond what was held before; the result's own included."""
+
+    result: int
+    forward: int
+    both: int
+
+
+def measure(case: Case, repeats: int, calls: int) -> dict[str, Timed]:
+    """Time every way, one after another, the order rotated; ``calls`` calls make one sample."""
+    warnings.simplefilter("ignore", FutureWarning)
+    rank = rank_of()
+    ways = ways_of(case, rank)
+    xs, gs = _ready(case, rank)
+    want = wanted(case, rank)
+    times = {name: Timed(_wrong(way, xs, gs, want)) for name, way in ways.items()}
+    del want
+    names = list(ways)
+    for repeat in range(repeats):
+        turn = repeat % len(names)
+        for name in names[turn:] + names[:turn]:
+            barrier()
+            forward = both = 0.0
+            for _ in range(calls):
+                one, all_of_it = _once(ways[name], xs, gs)
+                forward += one / calls
+                both += all_of_it / calls
+            times[name].forward.append(forward)
+            times[name].both.append(both)
+    return times
+
+
+def weigh(case: Case, name: str) -> Weighed:
+    """Find the peak memory of one way; the process has done nothing else before."""
+    warnings.simplefilter("ignore", FutureWarning)
+    rank = rank_of()
+    small = replace(case, nbytes=16 * 1024)  # what is loaded or connected on first use
+    way = ways_of(small, rank)[name]
+    _once(way, *_ready(small, rank))
+    way = ways_of(case, rank)[name]
+    xs, gs = _ready(case, rank)
+    barrier()
+    before = _reset_peak()
+    with torch.set_grad_enabled(way.backward is None):
+        ys = way.forward(xs)
+        forward = _peak() - before
+        _back(way, xs, ys, gs)
+    return Weighed(sum(y.nbytes for y in ys), forward, _peak() - before)
+
+
+def _ready(case: Case, rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    xs, gs = brought(case, rank)
+    return [x.requires_grad_() for x in xs], gs
+
+
+def _back(way: Way, xs: list[Tensor], ys: list[Tensor], gs: list[Tensor]) -> list[Tensor]:
+    if way.backward is None:
+        return list(torch.autograd.grad(ys, xs, gs))
+    return way.backward(gs)
+
+
+def _once(way: Way, xs: list[Tensor], gs: list[Tensor]) -> tuple[float, float]:
+    """Seconds of the forward alone, and with the backward."""
+    began = time.perf_counter()
+    with torch.set_grad_enabled(way.backward is None):
+        ys = way.forward(xs)
+        between = time.perf_counter()
+        _back(way, xs, ys, gs)
+    return between - began, time.perf_counter() - began
+
+
+def _wrong(
+    way: Way, xs: list[Tensor], gs: list[Tensor], want: tuple[list[Tensor], list[Tensor]]
+) -> str:
+    with torch.set_grad_enabled(way.backward is None):
+        ys = way.forward(xs)
+        gradients = _back(way, xs, ys, gs)
+    if not all(torch.equal(y, w) for y, w in zip(ys, want[0], strict=True)):
+        return "values"
+    if not all(torch.equal(g, w) for g, w in zip(gradients, want[1], strict=True)):
+        return "gradient"
+    return ""
+
+
+def _reset_peak() -> int:
+    """Begin a new peak at what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak()
+
+
+def _peak() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])

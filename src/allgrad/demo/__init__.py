@@ -1,0 +1,1 @@
+"""What ``allgrad demo`` trains: two towers that match handwritten digits and captions."""

@@ -1,0 +1,154 @@
+"""The benchmark: right answers, right figures, and a wrong answer that does not count."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from allgrad.cli.bench import command, ranks, run, show, ways
+from allgrad.cli.bench.cases import Case, brought, cases, wanted
+from allgrad.cli.bench.ranks import Timed, Weighed
+from allgrad.cli.bench.run import Measured, Spread, Summary
+from allgrad.errors import InputError
+from allgrad.testing import run_ranks
+
+ALL = cases([3], [8192], ["all_gather", "reduce_scatter", "all_reduce", "broadcast"])
+
+
+def name_of(case):
+    return f"{case.title}, {case.nbytes}"
+
+
+@pytest.mark.parametrize("case", [*ALL, Case("all_to_all", 4, 8192)], ids=name_of)
+def test_every_way_is_checked(case):
+    by_rank = run_ranks(ranks.measure, case.world, case, 2, 1)
+    for times in by_rank:
+        assert ways.base_of(case) in times
+        for name, timed in times.items():
+            assert timed.wrong == ("gradient" if name == "pad, gather, select" else "")
+            assert len(timed.forward) == len(timed.both) == 2
+            assert all(0 < f <= b for f, b in zip(timed.forward, timed.both, strict=True))
+
+
+def with_one_way(forward):
+    """Times a way of our own in place of allgrad's."""
+    real = ranks.ways_of
+    ranks.ways_of = lambda *_: {"allgrad": ways.Way(forward)}
+    try:
+        return ranks.measure(Case("all_reduce", 2, 4096), 2, 1)
+    finally:
+        ranks.ways_of = real
+
+
+def test_a_wrong_answer_is_found():
+    own = run_ranks(with_one_way, 2, lambda xs: [x + 0 for x in xs])
+    assert [times["allgrad"].wrong for times in own] == ["values", "values"]
+    quiet = run_ranks(with_one_way, 2, lambda xs: [2 * x - x + right(x) for x in xs])
+    assert [times["allgrad"].wrong for times in quiet] == ["gradient", "gradient"]
+
+
+def right(x):
+    import allgrad as ag
+
+    return ag.all_reduce(x.detach(), grad="none") - x.detach()
+
+
+def test_what_is_right_agrees_with_autograd():
+    for case in (Case("all_gather", 3, 8192, skewed=True), Case("all_reduce", 3, 8192)):
+        pieces = [brought(case, rank) for rank in range(3)]
+        xs = [x[0].requires_grad_() for x, _ in pieces]
+        joined = torch.cat(xs) if case.skewed else sum(xs)
+        gradients = torch.autograd.grad(sum((joined * g[0]).sum() for _, g in pieces), xs)
+        for rank in range(3):
+            (y,), (g,) = wanted(case, rank)
+            assert torch.equal(y, joined.detach())
+            assert torch.equal(g, gradients[rank])
+    assert Case("all_gather", 4, 8192, skewed=True).rows == (4, 4, 4, 32)
+
+
+def test_a_sample_is_the_slowest_rank():
+    fast, slow = Timed("", [1.0, 5.0, 1.0], [2.0] * 3), Timed("", [3.0, 1.0, 3.0], [9.0] * 3)
+    summary = run._slowest([fast, replace(slow, wrong="values")])
+    assert summary.forward == Spread(3.0, 3.0, 4.0)
+    assert summary.both.median == 9.0
+    assert summary.wrong == "values"
+
+
+def made_up(wrong=""):
+    ours = Summary("", Spread(0.5, 0.4, 0.6), Spread(1.0, 0.9, 1.1), Weighed(2**20, 2**20, 3 << 20))
+    raw = Summary(wrong, Spread(1.0, 0.9, 1.1), Spread(4.0, 3.9, 4.1), Weighed(2**20, 2**21, 2**22))
+    return Measured(Case("all_gather", 2, 4096), "raw", {"allgrad": ours, "raw": raw})
+
+
+def printed(measured):
+    console = Console(width=100, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    for table in show.tables(measured):
+        console.print(table)
+    return console.export_text()
+
+
+def test_tables_show_ratios_and_what_is_wrong():
+    text = printed([made_up()])
+    assert "0.50" in text
+    assert "0.25" in text
+    assert "raw*" in text
+    assert "3  3.00" in text
+    assert "wrong" not in text
+    assert printed([made_up("gradient")]).count("wrong gradient") == 1  # its forward was right
+    assert printed([made_up("values")]).count("wrong values") == 2
+
+
+def test_files_hold_all_figures(tmp_path):
+    show.write_json(tmp_path / "a.json", run.machine(), [made_up("gradient")])
+    told = json.loads((tmp_path / "a.json").read_text())
+    assert told["torch"] == torch.__version__
+    (case,) = told["cases"]
+    assert (case["operation"], case["world"], case["nbytes"]) == ("all_gather", 2, 4096)
+    assert case["ways"]["raw"]["wrong"] == "gradient"
+    assert case["ways"]["allgrad"]["both"] == {"median": 1.0, "low": 0.9, "high": 1.1}
+    pytest.importorskip("matplotlib")
+    show.draw(tmp_path / "a.png", [made_up("gradient")])
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sizes_are_read_as_people_write_them():
+    assert [show.as_bytes(s) for s in ("4KiB", "64 mib", "4096")] == [4096, 2**26, 4096]
+    assert [show.in_words(n) for n in (4, 4096, 2**26, 2050)] == [
+        *("1 element", "4 KiB", "64 MiB", "2050 B")
+    ]
+    for bad in ("4KB", "", "-4KiB", "1000", "0"):
+        with pytest.raises(InputError, match="not a size"):
+            show.as_bytes(bad)
+    with pytest.raises(InputError, match="not worlds"):
+        command.choose("1", "4KiB", "all_gather")
+    with pytest.raises(InputError, match="no gossip"):
+        command.choose("2", "4KiB", "all_gather,gossip")
+
+
+@pytest.mark.skipif(not run.weighable(), reason="this system does not tell a process's memory")
+def test_memory_is_measured_in_new_processes():
+    case = Case("all_reduce", 2, 2**24)
+    weighed = run._weighed(case, "raw")
+    assert weighed.result == 2**24
+    assert 0.9 < weighed.forward / weighed.result < 1.5
+    assert 1.8 < weighed.both / weighed.result < 2.6
+
+
+def test_the_command_measures(tmp_path):
+    words = ["--ranks", "2", "--sizes", "4KiB", "--only", "broadcast", "--repeats", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "allgrad", "bench", *words, "--no-memory", "--json", "out.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "forward + backward, 2 ranks" in done.stdout
+    assert "raw sends" in done.stdout
+    assert len(json.loads((tmp_path / "out.json").read_text())["cases"]) == 1

@@ -1,0 +1,365 @@
+"""What a call costs: messages and bytes by formula, allocations, and the same bits every time.
+
+The formulas stand in docs/performance.md. Bytes are those that one rank hands to the backend for
+other ranks, and gets from it; a broadcast's are handed over once.
+"""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import allgrad as ag
+from allgrad import plans
+from allgrad.testing import run_ranks
+
+ROW = 256  # bytes
+EXCHANGE = 96 * 8  # bytes to each other rank, when sizes are found out
+MOVERS = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor"),
+    *("reduce_scatter", "reduce_scatter_tensor", "all_to_all_single", "isend", "irecv"),
+    *("all_to_all", "gather", "scatter", "send", "recv", "batch_isend_irecv"),
+)
+
+
+class Traffic:
+    """Counts this rank's calls of torch.distributed, and the bytes to and from other ranks."""
+
+    def __enter__(self):
+        self.calls, self.sent, self.received = Counter(), 0, 0
+        self.real = {name: getattr(dist, name) for name in MOVERS}
+        for name in MOVERS:
+            setattr(dist, name, self.counting(name))
+        return self
+
+    def __exit__(self, *_):
+        for name, call in self.real.items():
+            setattr(dist, name, call)
+
+    def counting(self, name):
+        def call(*args, **options):
+            self.calls[name] += 1
+            sent, received = self.moved(name, *args, **options)
+            self.sent += sent
+            self.received += received
+            return self.real[name](*args, **options)
+
+        return call
+
+    def moved(self, name, x, *args, group_src=None, **_):
+        rank = dist.get_rank()
+        if name == "all_to_all_single":
+            _, into, sent = args
+            assert x.dtype == torch.uint8
+            return sum(sent) - sent[rank], sum(into) - into[rank]
+        if name == "broadcast":
+            return (x.nbytes, 0) if group_src == rank else (0, x.nbytes)
+        return {
+            "isend": (x.nbytes, 0),
+            "irecv": (0, x.nbytes),
+            "all_reduce": (x.nbytes, x.nbytes),
+        }[name]
+
+    def __eq__(self, cost):
+        return (dict(self.calls), self.sent, self.received) == cost
+
+    def __repr__(self):
+        return repr((dict(self.calls), self.sent, self.received))
+
+    __hash__ = None
+
+
+def all_gather(n, r, large):
+    """``n`` are the bytes of each rank's piece, ``r`` is this rank."""
+    others = sum(n) - n[r]
+    if large:
+        return {"broadcast": sum(1 for size in n if size)}, n[r], others
+    return {"all_to_all_single": 1}, (len(n) - 1) * n[r], others
+
+
+def reduce_scatter(n, r, large):
+    others, own = sum(n) - n[r], (len(n) - 1) * n[r]
+    if large:
+        sends = sum(1 for rank, size in enumerate(n) if size and rank != r)
+        calls = {"isend": sends, "irecv": len(n) - 1 if n[r] else 0}
+        return {name: count for name, count in calls.items() if count}, others, own
+    return {"all_to_all_single": 1}, others, own
+
+
+def all_reduce(n, r, _):
+    return {"all_reduce": 1}, n[r], n[r]
+
+
+def broadcast(n, r, _):
+    return {"broadcast": 1}, *((n[r], 0) if r == 1 else (0, n[r]))
+
+
+def reduce(n, r, large):
+    sent, received = (0, (len(n) - 1) * n[r]) if r == 1 else (n[r], 0)
+    if large:
+        return ({"irecv": len(n) - 1} if r == 1 else {"isend": 1}), sent, received
+    return {"all_to_all_single": 1}, sent, received
+
+
+def gather(n, r, _):
+    sent, received = (0, sum(n) - n[r]) if r == 1 else (n[r], 0)
+    return {"all_to_all_single": 1}, sent, received
+
+
+def scatter(n, r, _):
+    calls, sent, received = gather(n, r, _)
+    return calls, received, sent
+
+
+def shift(n, r, _):
+    return {"all_to_all_single": 1}, n[r], n[r - 1]
+
+
+def shift_back(n, r, _):
+    return {"all_to_all_single": 1}, n[r - 1], n[r]
+
+
+def all_to_all(n, r, _):
+    """Every rank cuts a piece of ``n[r]`` rows for each other; here all have the same."""
+    others = n[r] // len(n) * (len(n) - 1)
+    return {"all_to_all_single": 1}, others, others
+
+
+def scan(n, r, _):
+    """By doubling the distance: what has a rank that far ahead, or behind, to go to."""
+    distances = [2**k for k in range(math.ceil(math.log2(len(n))))]
+    sent = sum(n[r] for d in distances if r + d < len(n))
+    return {"all_to_all_single": len(distances)}, sent, sum(n[r] for d in distances if r >= d)
+
+
+def scan_back(n, r, _):
+    calls, sent, received = scan(n, r, _)
+    return calls, received, sent
+
+
+def nothing(n, r, _):
+    return {}, 0, 0
+
+
+def held(rows, rank):
+    return torch.ones(rows[rank], ROW // 4, requires_grad=True)
+
+
+def whole(rows, _):
+    return torch.ones(sum(rows), ROW // 4, requires_grad=True)
+
+
+RAGGED = {
+    "all_gather": (held, lambda x, n: ag.all_gather(x, sizes=n), all_gather, reduce_scatter),
+    "all_gather, same": (
+        held,
+        lambda x, n: ag.all_gather(x, sizes=n, grad="same"),
+        all_gather,
+        nothing,
+    ),
+    "reduce_scatter": (
+        whole,
+        lambda x, n: ag.reduce_scatter(x, sizes=n),
+        reduce_scatter,
+        all_gather,
+    ),
+    "split": (whole, lambda x, n: ag.split(x, sizes=n), nothing, all_gather),
+    "gather": (held, lambda x, n: ag.gather(x, 1, sizes=n), gather, scatter),
+    "shift": (held, lambda x, n: ag.shift(x, sizes=n), shift, shift_back),
+}
+EQUAL = {
+    "all_reduce": (held, lambda x, _: ag.all_reduce(x), all_reduce, all_reduce),
+    "all_reduce, same": (held, lambda x, _: ag.all_reduce(x, grad="same"), all_reduce, nothing),
+    "share": (held, lambda x, _: ag.share(x), nothing, all_reduce),
+    "broadcast": (held, lambda x, _: ag.broadcast(x, 1), broadcast, reduce),
+    "reduce": (held, lambda x, _: ag.reduce(x, 1), reduce, broadcast),
+    "all_to_all": (
+        held,
+        lambda x, _: ag.all_to_all(x, send_sizes="equal"),
+        all_to_all,
+        all_to_all,
+    ),
+    "scan": (held, lambda x, _: ag.scan(x), scan, scan_back),
+}
+
+
+def rows_by_rank(world, large, ragged):
+    """A few rows, or some more than what plans call small."""
+    rows, scale = ((2, 1, 3, 0), 1) if ragged else ((12,) * 4, 1 / 8)
+    factor = int(scale * plans.SMALL) // ROW if large else 1
+    return tuple(factor * count for count in rows[:world])
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("name", "ragged"), [*((n, True) for n in RAGGED), *((n, False) for n in [*RAGGED, *EQUAL])]
+)
+def test_messages_and_bytes_follow_the_formulas(rank, world, name, ragged, large):
+    make, call, forward, backward = (RAGGED | EQUAL)[name]
+    rows = rows_by_rank(world, large, ragged)
+    n = [ROW * count for count in rows]
+    x = make(rows, rank)
+    with Traffic() as there:
+        y = call(x, rows)
+    with Traffic() as back:
+        y.backward(torch.ones_like(y))
+    assert there == forward(n, rank, large)
+    assert back == backward(n, rank, large)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "gather", "shift", "all_to_all"])
+def test_only_sizes_found_out_cost_an_exchange(rank, world, name):
+    rows = (12,) * world
+    x = whole(rows, rank) if name == "reduce_scatter" else held(rows, rank)
+    call = getattr(ag, name)
+    promise = {"send_sizes" if name == "all_to_all" else "sizes": "equal"}
+    with Traffic() as given:
+        call(x, **promise)
+    with Traffic() as found:
+        call(x)
+    assert found.calls == given.calls + Counter({"all_to_all_single": 1})
+    assert found.sent == given.sent + EXCHANGE * (world - 1)
+    assert found.received == given.received + EXCHANGE * (world - 1)
+
+
+@pytest.mark.ranks(3)
+def test_a_nest_finds_its_sizes_out_in_one_exchange(rank):
+    xs = [torch.ones(rank + 1, ROW // 4) for _ in range(8)]
+    with Traffic() as nest:
+        ag.all_gather(xs)
+    assert nest == ({"all_to_all_single": 2}, 2 * (EXCHANGE + 8 * ROW * (rank + 1)), nest.received)
+    assert nest.received == 2 * EXCHANGE + 8 * ROW * (6 - rank - 1)
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of every new piece of memory that an operation makes, above a few hundred."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes, self.alive = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {self.place(x) for x in [*tree_leaves((args, kwargs)), *self.alive]}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if self.place(x) not in known and x.untyped_storage().nbytes() >= ROW:
+                known.add(self.place(x))
+                self.alive.append(x)  # kept, so that no other one gets the same address
+                self.nbytes.append(x.untyped_storage().nbytes())
+        return out
+
+    def place(self, x):
+        return x.untyped_storage().data_ptr() if isinstance(x, torch.Tensor) else None
+
+
+def allocated(call, x, rows):
+    with Allocations() as there:
+        y = call(x, rows)
+    g = torch.ones_like(y)
+    with Allocations() as back:
+        torch.autograd.grad(y, x, g)
+    return there.nbytes, back.nbytes
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_memory_is_taken_for_the_result_alone_where_pieces_are_large(rank, world, large):
+    rows = rows_by_rank(world, large, ragged=True)
+    total, own = sum(rows) * ROW, rows[rank] * ROW
+    there, back = allocated(RAGGED["all_gather"][1], held(rows, rank), rows)
+    if large:
+        assert there == [total]
+        assert back == [own, own]  # the sum, and what comes in
+    else:
+        assert sorted(there) == sorted([world * own, total])  # the copies, and the result
+        assert sorted(back) == sorted([world * own, own])  # what comes in, and the sum
+    there, back = allocated(RAGGED["reduce_scatter"][1], whole(rows, rank), rows)
+    assert there == ([own, own] if large else [world * own, own])
+    assert back[-1] == total
+    assert len(back) == (1 if large else 2)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_to_all"])
+def test_one_allocation_each_way(rank, world, name, large):
+    rows = rows_by_rank(world, large, ragged=False)
+    there, back = allocated(EQUAL[name][1], held(rows, rank), rows)
+    own = rows[rank] * ROW
+    assert there == [own]
+    if name != "broadcast":
+        assert back == [own]
+    elif rank != 1:
+        assert back == [own]  # zeros
+
+
+@pytest.mark.ranks(3)
+def test_another_dim_costs_one_copy(rank, world):
+    columns = torch.ones(ROW, rows_by_rank(world, True, True)[rank] // 4, requires_grad=True)
+    there, _ = allocated(lambda x, _: ag.all_gather(x, 1), columns, None)
+    large = [n for n in there if n > EXCHANGE * world]
+    assert len(large) == 2  # what comes in, and the joined pieces
+    assert large[0] == large[1]
+
+
+PLANS = {
+    "all_gather": ("copies", "broadcasts", "backend"),
+    "reduce_scatter": ("exchange", "pairs", "backend", "backend_list"),
+    "reduce": ("gather", "sends", "backend"),
+}
+
+
+def wild(rank, rows=12):
+    """Numbers of very different sizes: adding them in another order gives other bits."""
+    source = torch.Generator().manual_seed(rank)
+    powers = torch.randint(-12, 12, (rows, 64), generator=source)
+    return torch.randn(rows, 64, generator=source) * 2.0**powers
+
+
+def results(op, plan, rows):
+    """Results and gradients as bits, of three calls each, with the plan forced."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    real = getattr(plans, op, None)
+    if plan is not None:
+        setattr(plans, op, lambda *_, **__: plan)
+    try:
+        got = []
+        for _ in range(3):
+            x = wild(rank, rows * world if op == "reduce_scatter" else rows).requires_grad_()
+            call = getattr(ag, op)
+            y = call(x) if op in {"all_reduce", "broadcast", "reduce"} else call(x, sizes="equal")
+            (g,) = torch.autograd.grad(y, x, wild(rank + 10, y.shape[0]))
+            got.append((y.detach().view(torch.int32), g.view(torch.int32)))
+    finally:
+        if plan is not None:
+            setattr(plans, op, real)
+    return got
+
+
+CASES = [
+    *((op, plan, 12) for op, names in PLANS.items() for plan in names),
+    *((op, None, rows) for op in ("all_reduce", "broadcast") for rows in (1, 12, 8 * 1024)),
+]
+
+
+@pytest.mark.parametrize(("op", "plan", "rows"), CASES)
+def test_bits_are_the_same_from_run_to_run_and_on_every_rank(op, plan, rows):
+    first = run_ranks(results, 3, op, plan, rows)
+    run_ranks(results, 2, op, plan, rows)
+    again = run_ranks(results, 3, op, plan, rows)  # another world, with other connections
+    assert first[0][0][0].any()
+    for rank in range(3):
+        y, g = first[rank][0]
+        for other_y, other_g in [*first[rank], *again[rank]]:
+            assert torch.equal(other_y, y)
+            assert torch.equal(other_g, g)
+        if op in {"all_gather", "all_reduce", "broadcast"}:
+            assert torch.equal(y, first[0][0][0])
+        if op in {"all_reduce", "reduce_scatter", "reduce"}:  # their gradients are for all alike
+            assert torch.equal(g, first[0][0][1])
