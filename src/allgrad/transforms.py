@@ -94,7 +94,8 @@ def needs_graph(xs: Sequence[Tensor]) -> bool:
 
 
 def _plain(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(pair.forward(xs))
+    # What is handed through as it is: the caller's own leaf would still require grad.
+    return tuple(y.detach() if any(y is x for x in xs) else y for y in pair.forward(xs))
 
 
 def _run(function: type[_Apply], pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -67,13 +67,21 @@ def test_several_collectives_in_one_graph(rank, dynamic):
     check_as_eager(lambda x, y: many(None, SIZES, x, y), x, y, dynamic=dynamic)
 
 
-@pytest.mark.ranks(2, timeout=200)
+@pytest.mark.timeout(400)
+@pytest.mark.ranks(2, timeout=390)
 @pytest.mark.skipif(no_compiler, reason="Inductor needs a C++ compiler")
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_inductor(rank, dynamic):
     x, y = random((SIZES[rank], 2), rank), random((2,), 10 + rank)
-    sizes = SIZES[:2]
-    check_as_eager(lambda x, y: many(None, sizes, x, y), x, y, backend="inductor", dynamic=dynamic)
+
+    def few(x, y):
+        z = ag.all_gather(x, sizes=SIZES[:2]).tanh()
+        return ag.all_reduce(z * ag.share(y), "logsumexp")
+
+    def run(x, y):
+        return few(x, y) if dynamic else many(None, SIZES[:2], x, y)
+
+    check_as_eager(run, x, y, backend="inductor", dynamic=dynamic)
 
 
 @pytest.mark.ranks(2)

@@ -2,103 +2,158 @@
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import allgrad as ag
-from counting import Counted
-from exactness import grads, leaf, loss, random, same
+from allgrad import wire
+from allgrad.errors import ModeError
+from calls import CALLS, Place
+from counting import WIRE_CALLS, Counted
+from exactness import grads, leaf, random, same
 
 
 @pytest.mark.ranks(2)
-def test_under_autocast_the_dtype_of_the_tensor_travels(rank, world):
-    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert ag.all_gather(x).dtype == torch.float32  # no cast of its own
-        y = ag.all_gather(x @ w)
-        assert y.dtype == torch.bfloat16  # what the product gave
-        assert ag.all_reduce(x, "logsumexp").dtype == torch.float32
-    y.float().sum().backward()
-    want = world * torch.ones(3, 5).to(torch.bfloat16).float() @ w.to(torch.bfloat16).float().T
-    torch.testing.assert_close(x.grad, want, rtol=2e-2, atol=2e-2)
+def test_under_autocast_the_dtype_of_the_tensor_travels(rank):
+    """Autocast casts what goes into matmuls; a collective sends what it is given."""
+    sent = []
+    real = {name: getattr(wire, name) for name in WIRE_CALLS}
+    for name in WIRE_CALLS:
+        setattr(
+            wire, name, lambda g, x, *a, name=name: (sent.append(x.dtype), real[name](g, x, *a))[1]
+        )
+    try:
+        layer = torch.nn.Linear(4, 4)
+        x = torch.randn(2, 4, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            h = layer(x)
+            assert h.dtype == torch.bfloat16
+            y = ag.all_gather(h, sizes="equal")
+            z = ag.all_reduce(x)
+        assert (y.dtype, z.dtype) == (torch.bfloat16, torch.float32)
+        assert sent == [torch.bfloat16, torch.float32]
+        sent.clear()
+        (y.float().sum() + z.sum()).backward()
+        assert sorted(sent, key=str) == [torch.bfloat16, torch.float32]
+        assert x.grad.dtype == torch.float32
+    finally:
+        for name, call in real.items():
+            setattr(wire, name, call)
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(rank, world, reentrant):
-    def part(x):
-        return ag.reduce_scatter(ag.all_gather(x.sin()).exp().square(), op="max")
+    """The forward runs twice, on every rank alike; the gradient is the same."""
 
-    x = leaf(random((3, 2), rank))
-    plain = leaf(random((3, 2), rank))
-    loss(checkpoint(part, x, use_reentrant=reentrant), rank).backward()
-    loss(part(plain), rank).backward()
-    same(x.grad, plain.grad, "the gradient")
+    def block(x):
+        y = ag.all_gather(x.sin())
+        return ag.reduce_scatter(y.tanh(), op="max", sizes=(2,) * world) * x
 
-
-@pytest.mark.ranks(2)
-def test_without_gradients(rank, world):
-    x = leaf(random((2,), rank))
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            for y in (ag.all_gather(x), ag.all_reduce(x, "max"), ag.scan(x), ag.shift(x)):
-                assert not y.requires_grad
-    with torch.inference_mode():
-        made_inside = torch.ones(2)
-        assert ag.all_reduce(made_inside).tolist() == [2.0, 2.0]
-
-
-# On two ranks, from (4, 3).
-SHAPES = {
-    "all_reduce": (ag.all_reduce, (4, 3)),
-    "all_reduce max": (lambda x: ag.all_reduce(x, "max"), (4, 3)),
-    "all_gather": (lambda x: ag.all_gather(x, 1, sizes="equal"), (4, 6)),
-    "reduce_scatter": (lambda x: ag.reduce_scatter(x, sizes="equal"), (2, 3)),
-    "all_to_all": (lambda x: ag.all_to_all(x, send_sizes="equal"), (4, 3)),
-    "broadcast": (ag.broadcast, (4, 3)),
-    "shift": (lambda x: ag.shift(x, sizes="equal"), (4, 3)),
-    "scan": (ag.scan, (4, 3)),
-    "split": (ag.split, (2, 3)),
-    "share": (ag.share, (4, 3)),
-}
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", SHAPES)
-def test_tensors_that_only_have_a_shape_send_nothing(rank, world, name):
-    """Only rank 0 calls: if anything were sent, it would wait for ever."""
-    if rank:
-        return
-    call, shape = SHAPES[name]
-    x = torch.empty(4, 3, device="meta", requires_grad=True)
-    y = call(x)
-    assert (tuple(y.shape), y.device.type) == (shape, "meta")
-    y.sum().backward()
-    assert x.grad.shape == x.shape
-    with FakeTensorMode():
-        z = call(torch.empty(4, 3))
-        assert tuple(z.shape) == shape
-
-
-@pytest.mark.ranks(2)
-def test_anomaly_detection_and_hooks(rank, world):
-    x = leaf(random((2,), rank))
-    seen = []
-    with torch.autograd.set_detect_anomaly(True):
-        hidden = x * 3
-        hidden.register_hook(lambda g: seen.append(g.clone()) or g * 2)
-        x.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-        y = ag.all_reduce(hidden)
-        y.register_hook(lambda g: g + 1)
-        y.sum().backward()
-    same(seen[0], torch.full_like(seen[0], 2.0 * world), "the gradient at the hook")
-    same(seen[1], torch.full_like(seen[0], 2.0 * world * 2 * 3), "the accumulated gradient")
-
-
-@pytest.mark.ranks(2)
-def test_one_message_each_way(rank):
-    x = leaf(random((2, 2), rank))
+    x, plain = leaf(random((2, 3), rank)), leaf(random((2, 3), rank))
     with Counted() as calls:
-        y = ag.all_gather(x, sizes="equal")
-        grads(y.sum(), [x])
-    assert calls == ["all_gather", "reduce_scatter"]
+        y = checkpoint(block, x, use_reentrant=reentrant)
+        once = len(calls)
+        y.square().sum().backward()
+    want = block(plain)
+    want.square().sum().backward()
+    same(y.detach(), want.detach(), "the value")
+    same(x.grad, plain.grad, "the gradient")
+    assert len(calls) > 2 * once  # forward, forward again, backward
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", CALLS)
+def test_inference_mode_and_no_grad(rank, world, name):
+    call = CALLS[name]
+    shapes = call.shapes(world)
+    x = leaf(random(shapes[rank % len(shapes)], rank % len(shapes)))
+    want = call.run(Place(rank, world), x).detach()
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            got = call.run(Place(rank, world), x)
+        assert not got.requires_grad
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_fake_and_meta_tensors_have_shapes_and_send_nothing(name):
+    """One process of a world of three, whose other ranks are not there."""
+    from allgrad.testing import run_ranks
+
+    run_ranks(shapes_alone, 3, name)
+
+
+def shapes_alone(name):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    call = CALLS[name]
+    shapes = call.shapes(world)
+    x = leaf(random(shapes[rank % len(shapes)], 0))
+    at = Place(rank, world, sizes_given=True)
+    want = call.run(at, x)
+    if rank == 1:  # alone from here on
+        with FakeTensorMode() as mode:
+            fake = mode.from_tensor(x)
+            y = call.run(at, fake)
+            assert isinstance(y, FakeTensor)
+            assert (y.shape, y.dtype) == (want.shape, want.dtype)
+            if y.requires_grad:
+                (g,) = torch.autograd.grad(y.sum(), fake)
+                assert g.shape == x.shape
+        y = call.run(at, x.detach().to("meta").requires_grad_())
+        assert y.is_meta
+        assert (y.shape, y.dtype) == (want.shape, want.dtype)
+        assert y.requires_grad == want.requires_grad
+
+
+@pytest.mark.ranks(2)
+def test_sizes_cannot_be_found_out_from_shapes_alone(rank):
+    if rank == 0:
+        for x in (torch.empty(2, 2, device="meta"), FakeTensorMode().from_tensor(torch.ones(2, 2))):
+            for call in (ag.all_gather, ag.gather, ag.shift, ag.all_to_all, ag.scatter):
+                with pytest.raises(ModeError, match=r"cannot tell each other their sizes\.\nGive"):
+                    call(x)
+            assert ag.reduce_scatter(x).shape == (1, 2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore")
+def test_detect_anomaly(rank):
+    """No fault is seen where there is none; one is seen, on every rank, where there is."""
+    x = leaf(random((3,), rank))
+    with torch.autograd.set_detect_anomaly(True):
+        (g,) = grads(ag.all_gather(x).square().sum(), [x])
+        same(g, 2 * 2 * x.detach(), "a gradient without a fault")
+        y = ag.all_reduce(leaf(torch.zeros(3)).sqrt())
+        with pytest.raises(RuntimeError, match=r"SqrtBackward0.*returned nan"):
+            (y * 0).sum().backward()
+
+
+@pytest.mark.ranks(2)
+def test_hooks_on_gradients(rank):
+    """Tensor hooks see, and may change, the gradient on either side of a collective."""
+    x = leaf(random((3,), rank))
+    seen = []
+    y = ag.all_reduce(x)
+    y.register_hook(lambda g: (seen.append(("result", g.clone())), g * 2)[1])
+    x.register_hook(lambda g: seen.append(("piece", g.clone())))
+    x.register_post_accumulate_grad_hook(lambda t: seen.append(("leaf", t.grad.clone())))
+    (y * (rank + 1)).sum().backward()
+    assert [name for name, _ in seen] == ["result", "piece", "leaf"]
+    same(seen[0][1], torch.full((3,), rank + 1.0).double(), "the result's gradient")
+    same(seen[1][1], torch.full((3,), 6.0).double(), "the piece's gradient")
+    same(x.grad, torch.full((3,), 6.0).double(), "the accumulated gradient")
+
+
+@pytest.mark.ranks(2)
+def test_node_hooks_and_retained_graphs(rank):
+    x = leaf(random((2, 2), rank))
+    y = ag.all_gather(x)
+    ran = []
+    y.grad_fn.register_hook(lambda *_: ran.append("after"))
+    y.grad_fn.register_prehook(lambda _: ran.append("before"))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert ran == ["before", "after"] * 2
+    same(x.grad, torch.full((2, 2), 4.0).double(), "the gradient of two backwards")

@@ -1,0 +1,111 @@
+"""The same on CUDA tensors: Gloo with two ranks on one GPU, NCCL in a world of one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import allgrad as ag
+from calls import CALLS, Place
+from differentiation import MODES, RANK, WANTED, Through
+from exactness import grads, leaf, loss, random, same
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def on_gpu(call, place, x):
+    """The call on the GPU, seen from the CPU."""
+    return call.run(place, x.cuda()).cpu()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", CALLS)
+def test_gloo_forward_and_backward(rank, world, name):
+    call = CALLS[name]
+    shapes = call.shapes(world)
+    x, y = (leaf(random(shapes[rank % len(shapes)], rank % len(shapes))) for _ in range(2))
+    got, want = on_gpu(call, Place(rank, world), x), call.run(Place(rank, world), y)
+    same(got.detach(), want.detach(), "the value")
+    assert call.run(Place(rank, world), x.detach().cuda()).is_cuda
+    if want.requires_grad:
+        first = grads(loss(got, rank), [x], graph=True), grads(loss(want, rank), [y], graph=True)
+        same(first[0][0].detach(), first[1][0].detach(), "the gradient")
+        second = grads(loss(first[0][0], rank), [x]), grads(loss(first[1][0], rank), [y])
+        same(second[0][0], second[1][0], "the second derivative")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["all_reduce sum", "all_gather", "all_reduce max", "permute"])
+def test_gloo_every_mode(rank, world, name):
+    call = CALLS[name]
+    case = Through(call, Place(rank, world))
+    moved = type(call)(lambda at, x: on_gpu(call, at, x), call.whole, call.shapes, call.kind)
+    gpu = Through(moved, Place(rank, world))
+    for mode in MODES:
+        got = RANK[mode](gpu.function, gpu.loss, gpu.data())
+        same(got.detach(), WANTED[mode](case), mode)
+
+
+@pytest.mark.ranks(2)
+def test_gloo_compiled(rank, world):
+    at = Place(rank, world, sizes_given=True)
+
+    def run(x):
+        y = CALLS["all_gather"].run(at, x).sin()
+        return ag.all_reduce(y, "max")
+
+    x, y = (random((2, (2, 1)[rank]), rank).cuda().requires_grad_() for _ in range(2))
+    got, want = torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(y)
+    same(got.detach(), want.detach(), "the value")
+    got.square().sum().backward()
+    want.square().sum().backward()
+    same(x.grad, y.grad, "the gradient")
+
+
+def everything(x):
+    y = ag.all_gather(x).sin() + ag.all_reduce(x, "max")
+    y = ag.reduce_scatter(y) * ag.broadcast(x) + ag.scan(ag.shift(x))
+    return ag.all_to_all(y).square()
+
+
+def in_torch(x):
+    return ((x.sin() + x) * x + x).square()
+
+
+@pytest.mark.ranks(1, backend="nccl")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_nccl_in_a_world_of_one(world, backend):
+    torch._dynamo.reset()
+    assert dist.get_backend() == "nccl"
+    x, y = (random((4, 3), 1).cuda().requires_grad_() for _ in range(2))
+    run = everything
+    if backend != "eager":
+        run = torch.compile(everything, fullgraph=True, backend=backend)
+    got, want = run(x), in_torch(y)
+    same(got.detach(), want.detach(), "the value")
+    got.sum().backward()
+    want.sum().backward()
+    same(x.grad, y.grad, "the gradient")
+
+
+@pytest.mark.ranks(1, backend="nccl")
+def test_captured_in_a_cuda_graph(world):
+    """Forward and backward, replayed on other values."""
+    x = random((4, 3), 1).cuda().requires_grad_()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            torch.autograd.grad(everything(x).sum(), x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = everything(x)
+        (g,) = torch.autograd.grad(y.sum(), x)
+    for seed in (2, 3):
+        with torch.no_grad():
+            x.copy_(random((4, 3), seed))
+        graph.replay()
+        want_x = random((4, 3), seed).cuda().requires_grad_()
+        want = in_torch(want_x)
+        same(y.detach(), want.detach(), "the value")
+        same(g, torch.autograd.grad(want.sum(), want_x)[0], "the gradient")
