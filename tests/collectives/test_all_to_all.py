@@ -63,3 +63,12 @@ def test_one_number_goes_to_the_first_rank(world):
         lambda xs: reference.all_to_all([x.reshape(1) for x in xs]),
         pieces([()] * world),
     )
+
+
+@pytest.mark.ranks(1)
+def test_alone_there_is_nothing_to_find_out():
+    """So that a world of one can be compiled without sizes."""
+    compiled = torch.compile(ag.all_to_all, backend="aot_eager", fullgraph=True)
+    x = torch.arange(3.0, requires_grad=True)
+    compiled(x).square().sum().backward()
+    assert x.grad.tolist() == [0.0, 2.0, 4.0]

@@ -67,7 +67,8 @@ def all_to_all(
         lengths = [t.shape[axis] for t, axis in zip(taken.tensors, dims, strict=True)]
         send = [shares("all_to_all", ranks, n, send_sizes, "send_sizes") for n in lengths]
         if recv_sizes is None:
-            return taken, Cut(dims, tuple(send)), None
+            alone = ranks.size == 1
+            return taken, Cut(dims, tuple(send)), Cut(dims, tuple(send)) if alone else None
         if isinstance(recv_sizes, str) and recv_sizes == "equal":
             receive = [(sizes[ranks.rank],) * ranks.size for sizes in send]
         else:
