@@ -90,7 +90,7 @@ def main() -> None:
         out = f"--callgrind-out-file={folder}/out"
         program = (sys.executable, __file__, "--inside", f"--calls={options.calls}")
         settings = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-        subprocess.run([*valgrind, out, *program], env=settings, check=True)  # noqa: S603
+        subprocess.run([*valgrind, "-q", out, *program], env=settings, check=True)  # noqa: S603
         counts = [
             int(found[1])
             for number in range(1, len(ways()) + 1)

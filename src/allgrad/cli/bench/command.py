@@ -79,14 +79,18 @@ def measure(
             size = show.in_words(case.nbytes)
             words = f"{case.title}, {size}, {case.world} ranks: {what}"
             progress.update(task, completed=chosen.index(case), description=words)
+            if not console.is_terminal:  # no bar there
+                console.print(words)
 
-        measured = run.run(chosen, repeats, memory=memory, tell=tell)
+        measured = []
+        for found in run.run(chosen, repeats, memory=memory, tell=tell):
+            measured.append(found)
+            if json is not None:  # after every case: what is measured stays when the run is ended
+                show.write_json(json, about, measured)
     for table in show.tables(measured):
         console.print(table)
     words = ", ".join(f"{name} {value}" for name, value in about.items() if value)
     console.print(f"{words}. Medians, ± half of what the middle half of the samples spans.")
-    if json is not None:
-        show.write_json(json, about, measured)
     if png is not None:
         show.draw(png, measured)
     return not any(

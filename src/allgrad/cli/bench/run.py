@@ -22,7 +22,7 @@ from allgrad.cli.bench.ways import base_of
 from allgrad.testing import run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from allgrad.cli.bench.cases import Case
 
@@ -81,9 +81,8 @@ def run(
     *,
     memory: bool,
     tell: Callable[[Case, str], None] = lambda *_: None,
-) -> list[Measured]:
-    """Measure the cases; ``tell`` hears what comes next."""
-    done = []
+) -> Iterator[Measured]:
+    """Measure the cases, one after another; ``tell`` hears what comes next."""
     heaviest = max((case.nbytes for case in cases), default=0)
     for case in cases:
         tell(case, "time")
@@ -92,8 +91,7 @@ def run(
             for name, summary in found.ways.items():
                 tell(case, f"memory of {name}")
                 summary.memory = _weighed(case, name)
-        done.append(found)
-    return done
+        yield found
 
 
 def machine() -> dict[str, Any]:
