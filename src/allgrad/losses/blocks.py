@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
 
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.permute import shift
@@ -13,14 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import TypeAlias
 
-    import torch
     from torch import Tensor
+    from torch.cuda import Stream
 
     from allgrad.wire import GroupLike
 
     Visit: TypeAlias = Callable[["Block", list[Tensor]], None]
-
-Nest = TypeVar("Nest")
 
 __all__ = ["Block", "Gathered", "Place", "Ring", "keys_of_all"]
 
@@ -108,37 +108,72 @@ class Ring:
     rank 0   [ a a ]         [ c c c ]         [ b ]
     rank 1   [ b ]     --->  [ a a ]     --->  [ c c c ]
     rank 2   [ c c c ]       [ b ]             [ a a ]
+
+    A piece moves on before it is computed with, so that the next one comes meanwhile
+    (test_next_block_is_under_way_while_this_one_is_computed).
     """
 
     def __init__(self, place: Place, k: Tensor) -> None:
         self.place = place
         self.own = k.contiguous()
         self.count = place.world
+        self.beside = torch.cuda.Stream(k.device) if k.is_cuda else None
 
     def blocks(self) -> Iterator[Block]:
         k = self.own
         for step in range(self.count):
+            arrive = self._pass_on(step, k) if step + 1 < self.count else None
             yield self._block(step, k)
-            if step + 1 < self.count:
-                k = self._pass_on(step, k)
+            if arrive is not None:
+                k = arrive()
 
     def collect(self, visit: Visit, gain: Tensor, dtype: torch.dtype) -> Tensor:
-        """Let each block add to the sums that travel with it; they end where they belong."""
-        k = self.own
-        sums = k.new_zeros(k.shape, dtype=accumulator(k.dtype))
-        for step in range(self.count):
+        """Let each block add to the sums that travel with it; they end where they belong.
+
+        Sums of a block follow it one step later, while the next block is computed with.
+        """
+        wide = accumulator(self.own.dtype)
+        bring_sums: Callable[[], Tensor] | None = None
+        for block in self.blocks():
             # Each rank's scores may have a gain of their own, so it goes in before the sums move on.
-            added = sums.new_zeros(sums.shape)
-            visit(self._block(step, k), [added])
-            sums = sums.addcmul_(added, gain)
-            if step + 1 < self.count:
-                k, sums = self._pass_on(step, (k, sums))
-        return self._pass_on(self.count - 1, sums).to(dtype)
+            added = block.k.new_zeros(block.k.shape, dtype=wide)
+            visit(block, [added])
+            added.mul_(gain)
+            if bring_sums is not None:
+                added += bring_sums()
+            bring_sums = self._pass_on(block.number, added)
+        assert bring_sums is not None
+        return bring_sums().to(dtype)
 
     def _block(self, step: int, k: Tensor) -> Block:
         owner = (self.place.rank - step) % self.count
         return Block(step, k, self.place.start(owner), 0 if step == 0 else None)
 
-    def _pass_on(self, step: int, held: Nest) -> Nest:
+    def _pass_on(self, step: int, held: Tensor) -> Callable[[], Tensor]:
+        """Start to send what is held in this step to the next rank; what is returned awaits its turn."""
         sizes = [self.place.columns[(rank - step) % self.count] for rank in range(self.count)]
-        return shift(held, sizes=sizes, group=self.place.group)
+        return _start(
+            self.beside,
+            held,
+            lambda: shift(held, sizes=sizes, group=self.place.group, async_op=True),
+        )
+
+
+def _start(beside: Stream | None, held: Tensor, call: Callable[[], Any]) -> Callable[[], Tensor]:
+    """Start a call that reads ``held``, on a CUDA device in a stream beside the one that computes."""
+    if beside is None:
+        handle = call()
+        return lambda: cast("Tensor", handle.wait())
+    beside.wait_stream(torch.cuda.current_stream(held.device))
+    with torch.cuda.stream(beside):
+        handle = call()
+    held.record_stream(beside)
+
+    def arrive() -> Tensor:
+        got: Tensor = handle.wait()
+        here = torch.cuda.current_stream(got.device)
+        here.wait_stream(beside)
+        got.record_stream(here)
+        return got
+
+    return arrive
