@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
+import allgrad as ag
 from allgrad.errors import InputError
-from allgrad.losses import cached_step, clip_loss, reference
+from allgrad.losses import ClipLoss, cached_step, clip_loss, reference
 from exactness import random
 
 NEAR = {"rtol": 1e-10, "atol": 1e-13}
@@ -129,6 +131,33 @@ def test_weights_have_gradients_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         cached_step(encoder, x.split(2), lambda q: q.float().square().sum())
     assert encoder.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.ranks(3)
+def test_rank_without_a_micro_batch_raises_on_all(rank, world):
+    model = Towers()
+    with pytest.raises(InputError, match="rank 1: 0 micro-batches   <- no micro-batch") as raised:
+        cached_step(model, pairs(((2, 1), (), (3,))[rank], rank), clip_loss)
+    assert "rank 0: 2 micro-batches\n" in str(raised.value)
+    assert all(p.grad is None for p in model.parameters())
+    cached_step(model, pairs(COUNTS[rank], rank), clip_loss)  # the group goes on
+    assert model.log_scale.grad is not None
+
+
+@pytest.mark.ranks(3)
+def test_ranks_outside_the_group_are_not_asked(rank, world):
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return
+    member = rank // 2
+    alone, model = Towers(), Towers()
+    counts = ((2, 1), (3,))
+    reference.clip(*alone(joined([b for r in range(2) for b in pairs(counts[r], r)]))).backward()
+    loss = ClipLoss(group=group, grads="sum")
+    cached_step(model, pairs(counts[member], member), loss, group=group)
+    for p in model.parameters():
+        p.grad = ag.all_reduce(p.grad, group=group)
+    same_gradients(model, alone)
 
 
 def test_no_micro_batch_is_refused():

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from allgrad.errors import InputError
+from allgrad.collectives.all_gather import sizes
+from allgrad.errors import InputError, rank_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
+
+    from allgrad.wire import GroupLike
 
 __all__ = ["cached_step"]
 
@@ -27,6 +30,7 @@ def cached_step(
     *,
     models: Sequence[nn.Module] = (),
     backward: Callable[[Tensor], object] = Tensor.backward,
+    group: GroupLike = None,
 ) -> Tensor:
     """Do what ``loss(encode(batch)).backward()`` does, with the activations of one micro-batch.
 
@@ -41,17 +45,15 @@ def cached_step(
 
     ``models`` are those that ``encode`` runs under DDP (``encode`` itself is found): gradients are
     synchronised once, in the last micro-batch. Ranks may have different numbers of micro-batches
-    of any sizes, at least one each, if only an empty one.
+    of any sizes, at least one each, if only an empty one. ``group`` is that of the loss: its ranks
+    first tell each other how many they have, so that one without any raises on all.
 
     ``backward`` runs the backward of 2, ``lambda loss: scaler.scale(loss).backward()`` for a loss
     that is scaled. Gradients are added to ``.grad``; the loss is returned without a graph.
 
-    Cost: one more forward of the encoder.
+    Cost: one more forward of the encoder, and one size exchange.
     """
-    if not micro_batches:
-        raise InputError(
-            "cached_step: there is no micro-batch.\nGive each rank one, if only an empty one."
-        )
+    _require_some(len(micro_batches), group)
     wrapped = [m for m in (encode, *models) if hasattr(m, "no_sync")]
     devices = _devices()
     states, outputs = [], []
@@ -73,6 +75,22 @@ def cached_step(
                 again = _Output(encode(batch))
                 again.backward(gradients[number])
     return value.detach()
+
+
+def _require_some(count: int, group: GroupLike) -> None:
+    # A group of NCCL alone carries nothing that is on the host.
+    device = "cuda" if torch.cuda.is_initialized() else "cpu"
+    counts: tuple[int, ...] = sizes(torch.empty(count, 0, device=device), group=group)
+    marks = {rank: "no micro-batch" for rank, count in enumerate(counts) if not count}
+    if marks:
+        raise InputError(
+            rank_table(
+                "cached_step: each rank has a micro-batch.",
+                [f"{count} micro-batches" for count in counts],
+                marks,
+                "Give each rank one, if only an empty one.",
+            )
+        )
 
 
 class _Output:
