@@ -210,6 +210,11 @@ def _batched(info: Any, dims: Sequence[int | None], xs: Sequence[Tensor]) -> lis
 def _trace(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool) -> tuple[Tensor, ...]:
     """The same under torch.compile: the ops of graph_wire have every derivative of their own."""
     run = pair.forward if pair.traced is None else pair.traced[0]
+    if _order is not None and not stop and torch.is_grad_enabled() and _differentiable(xs):
+        raise ModeError(
+            f"{pair.name}: lockstep cannot order the backward of a compiled function.\n"
+            "Call compiled functions outside the lockstep block."
+        )
     if stop:
         with torch.no_grad():
             return tuple(run([x.detach() for x in xs]))

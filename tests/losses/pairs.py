@@ -1,7 +1,7 @@
 """Pairs of all ranks from one seed, and the loss that one process has of them."""
 
 import torch
-from torch.nn.functional import normalize
+from torch.nn.functional import logsigmoid, normalize
 
 from allgrad.losses import clip_loss, info_nce, reference, siglip_loss
 from exactness import random
@@ -40,3 +40,39 @@ def batch(name, counts, rank=None, dtype=torch.float64, width=WIDTH):
 def own_part(x, counts, rank):
     """What of a joined tensor belongs to a rank."""
     return x if x.dim() == 0 else x.split(list(counts))[rank]
+
+
+def saturated(counts, dtype, width=32):
+    """Images and texts of all ranks that know each other well: far apart from all others."""
+    image = normalize(random((sum(counts), width), 400), dim=1)
+    text = normalize(image + normalize(random((sum(counts), width), 401), dim=1) / 10, dim=1)
+    return image.to(dtype), text.to(dtype)
+
+
+def _others(scores):
+    pairs = scores.diagonal()
+    return scores.masked_fill(torch.eye(len(scores), dtype=torch.bool), -torch.inf), pairs
+
+
+def _clip(image, text, scale):
+    scores, pairs = _others(scale * image @ text.T)
+    terms = [-logsigmoid(pairs - scores.logsumexp(dim)) for dim in (0, 1)]
+    return sum(terms).mean() / 2
+
+
+def _info_nce(query, key, scale):
+    scores, pairs = _others(scale * query @ key.T)
+    return -logsigmoid(pairs - scores.logsumexp(1)).mean()
+
+
+def _siglip(image, text, scale, bias):
+    scores, pairs = _others(scale * image @ text.T + bias)
+    return -(logsigmoid(-scores).sum() + logsigmoid(pairs).sum()) / len(image)
+
+
+# The formulas of the reference lose a tiny loss to rounding even in float64; these keep it.
+SATURATED = {
+    "clip": (clip_loss, _clip, (40.0,)),
+    "info_nce": (info_nce, _info_nce, (40.0,)),
+    "siglip": (siglip_loss, _siglip, (60.0, -40.0)),
+}

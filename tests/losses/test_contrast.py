@@ -7,7 +7,7 @@ import allgrad as ag
 from allgrad.errors import ModeError
 from allgrad.losses import clip_loss, info_nce, siglip_loss, tiles
 from exactness import place
-from losses.pairs import LOSSES, NEGATIVES, PAIRS, batch
+from losses.pairs import LOSSES, NEGATIVES, PAIRS, SATURATED, batch, saturated
 from places import on
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-14}
@@ -163,6 +163,35 @@ def test_sums_of_narrow_features_are_kept_in_float32(rank, world, dtype):
         for x, whole in zip(given[:2], wanted[:2], strict=True):
             mine = 3 * whole.grad.split(list(counts))[rank]
             torch.testing.assert_close(x.grad.double(), mine, **near)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.ranks(1, 3)
+def test_tiny_loss_of_saturated_scores_keeps_its_digits(rank, world, dtype):
+    """And so do its gradients, which hang on the same differences at the pairs."""
+    counts = (7, 2, 4)[:world]
+    lift = 2.0**30  # as the scale of a loss does, against float16's smallest number
+    for loss, formula, numbers in SATURATED.values():
+        joined = saturated(counts, dtype)
+        wanted = [x.double().requires_grad_() for x in (*joined, *map(torch.tensor, numbers))]
+        want = formula(*wanted)
+        assert 0 < want < 1e-5
+        (lift * want).backward()
+        given = [x.detach().split(list(counts))[rank].clone() for x in joined]
+        given = [x.requires_grad_() for x in given]
+        given += [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in numbers]
+        for ring in (False, True):
+            for x in given:
+                x.grad = None
+            got = loss(*given, grads="sum", ring=ring)
+            near = 1e-10 if dtype == torch.float64 else 2e-5
+            torch.testing.assert_close(got.double(), want, rtol=near, atol=0)
+            (lift * got).backward()
+            for number, (x, whole) in enumerate(zip(given, wanted, strict=True)):
+                part = whole.grad.split(list(counts))[rank] if number < 2 else whole.grad
+                mine = x.grad.double() if number < 2 else ag.all_reduce(x.grad.double())
+                near = 1e-9 if dtype == torch.float64 else max(4 * torch.finfo(dtype).eps, 1e-4)
+                assert (mine - part).norm() <= near * part.norm(), (formula, number)
 
 
 def test_scores_far_apart_overflow_nothing():

@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import normalize
 
 from allgrad.losses import clip_loss, info_nce, reference, siglip_loss, tiles
+from losses.pairs import SATURATED, saturated
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -71,10 +72,26 @@ def test_scores_too_far_apart_for_one_exp():
     scores = CudaTiles(image, text, torch.tensor(3.0, device="cuda"), first_pair=0)
     rows, columns = scores.lse(columns=True)
     assert scores.facts[3] != 0
-    exact = tiles.Tiles(image.double(), text.double(), torch.tensor(3.0).double().cuda())
+    three = torch.tensor(3.0).double().cuda()
+    exact = tiles.Tiles(image.double(), text.double(), three, first_pair=0)
     for got, want in zip((rows, columns), exact.lse(columns=True), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
     check("clip", 300, 64, torch.bfloat16, length=9.0)
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("pairs", [2, 129, 300])
+def test_tiny_loss_of_saturated_scores_keeps_its_digits(pairs, dtype):
+    """129 pairs leave a tile with a single column: its pair's row has nothing to sum there."""
+    for name, (loss, formula, numbers) in SATURATED.items():
+        for longest in (1, 4):
+            given = saturated((pairs,), dtype, width=256)
+            if name != "siglip":  # a long pair makes room for the kernels of any range
+                given = [torch.cat([longest * x[:1], x[1:]]) for x in given]
+            want = formula(*(x.double() for x in given), *numbers)
+            assert 0 < want < 1e-4
+            got = loss(*(x.cuda() for x in given), *numbers)
+            torch.testing.assert_close(got.double().cpu(), want, rtol=1e-3, atol=0)
 
 
 def test_no_scores_at_all():

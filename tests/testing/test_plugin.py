@@ -175,6 +175,28 @@ def test_unmarked(rank):
     result.stdout.fnmatch_lines(["*need @pytest.mark.ranks*"])
 
 
+def test_patches_end_with_their_test(pytester: pytest.Pytester) -> None:
+    """The ranks are kept for the next test; what monkeypatch did there is not."""
+    result = run(
+        pytester,
+        """
+import os
+
+@pytest.mark.ranks(2)
+def test_patches(monkeypatch):
+    monkeypatch.setattr(os, "name", "patched")
+    monkeypatch.setenv("ALLGRAD_PATCHED", "1")
+    assert os.name == "patched"
+
+@pytest.mark.ranks(2)
+def test_sees_none_of_it():
+    assert os.name != "patched"
+    assert "ALLGRAD_PATCHED" not in os.environ
+""",
+    )
+    result.assert_outcomes(passed=2)
+
+
 def test_selection_and_stopping(pytester: pytest.Pytester) -> None:
     source = """
 @pytest.mark.ranks(1, 2)

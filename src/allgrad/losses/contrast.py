@@ -10,15 +10,23 @@ Each rank computes the rows of its own queries, in tiles, once in a pass:
 
 Sums along rows are complete on a rank; sums along columns are combined by a logsumexp over ranks,
 gradients of keys by a sum that ends on the rank of the key.
+
+The score of a pair is left out of these sums. A pair's term of the loss is then
+
+    log(1 + exp(others - score of the pair))
+
+which keeps its digits where the pair's score is far above the others and the loss next to nothing;
+the difference of two large sums would be noise (test_tiny_loss_of_saturated_scores_keeps_its_digits).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.errors import ModeError
 from allgrad.losses.blocks import keys_of_all
@@ -61,11 +69,20 @@ class Contrast:
         """What one term of the sum counts in the mean."""
         return 1 / (self.sides * self.pairs)
 
-    def weights(self, rows: Tensor | None, columns: Tensor | None) -> Weights:
-        if self.sigmoid:
-            return Weights(None, None, 0.0, 1.0)
+    def weights(self, sums: Sums) -> Weights:
         everywhere = self.sides * self.smoothing / sum(self.place.columns)
-        return Weights(rows, columns, everywhere, self.sides * (1 - self.smoothing))
+        return Weights(sums.rows, sums.columns, everywhere, sums.pairs - everywhere)
+
+
+class Sums(NamedTuple):
+    """What a pass finds out and the gradients need; neither rows nor columns for the sigmoid."""
+
+    rows: Tensor | None  # the log of the sum of exp(score), along each row
+    columns: Tensor | None  # and along each column of the world
+    pairs: Tensor  # what the score of each pair weighs in the gradient
+
+    def of(self, block: Block) -> Sums:
+        return self._replace(columns=None if self.columns is None else self.columns[block.columns])
 
 
 def contrast(what: Contrast, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -103,9 +120,9 @@ class _Contrast(torch.autograd.Function):
             if what.sigmoid:
                 loss, ctx.prepared = run.sigmoid_loss(ctx.needs_input_grad[2:])
                 return loss
-            loss, rows, columns = run.softmax_loss()
+            loss, sums = run.softmax_loss()
         ctx.prepared, ctx.keys, ctx.states = None, run.keys, run.states
-        ctx.save_for_backward(q, k, scale, rows, columns)
+        ctx.save_for_backward(q, k, scale, *sums)
         return loss
 
     @staticmethod
@@ -125,11 +142,9 @@ def _gradients(ctx: Any, by_loss: Tensor) -> tuple[Tensor | None, ...]:
         by_loss = all_reduce(by_loss, group=what.place.group)
     if ctx.prepared is not None:
         return tuple(None if g is None else (g * by_loss).to(dtype) for g, dtype in ctx.prepared)
-    q, k, scale, rows, columns = ctx.saved_tensors
+    q, k, scale, *sums = ctx.saved_tensors
     run = _Pass(what, q, k, scale, None, keys=ctx.keys, states=ctx.states)
-    return run.gradients(
-        ctx.needs_input_grad[2:], what.share * by_loss, (rows, columns), dtype=q.dtype
-    )
+    return run.gradients(ctx.needs_input_grad[2:], what.share * by_loss, Sums(*sums), dtype=q.dtype)
 
 
 class _Once(torch.autograd.Function):
@@ -167,29 +182,36 @@ class _Pass:
         self.keys = keys or keys_of_all(what.place, k, what.budget, what.ring)
         self.states: list[Tensor | None] = [None] * self.keys.count if states is None else states
 
-    def softmax_loss(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The loss, and the log of the sum of exp(score) along each row and each column."""
+    def softmax_loss(self) -> tuple[Tensor, Sums]:
+        """The loss, and what its gradients need."""
         what, total = self.what, sum(self.what.place.columns)
-        rows = self.q.new_full((len(self.q),), -torch.inf, dtype=self.wide)
-        columns = rows.new_empty(total) if what.both else None
-        key_sum = rows.new_zeros(self.q.shape[1])
+        others = self.q.new_full((len(self.q),), -torch.inf, dtype=self.wide)
+        columns = others.new_empty(total) if what.both else None
+        key_sum = others.new_zeros(self.q.shape[1])
         for block in self.keys.blocks():
             tiles = self._tiles(block)
             by_row, by_column = tiles.lse(columns=what.both)
             self.states[block.number] = tiles.state
-            rows = torch.logaddexp(rows, by_row)
+            others = torch.logaddexp(others, by_row)
             if columns is not None and by_column is not None:
                 columns[block.columns] = by_column
             if what.smoothing:
                 key_sum += block.k.sum(0, dtype=self.wide)
-        loss = rows.sum() - what.sides * (1 - what.smoothing) * self._at_pairs()
+        pairs = self._pairs()
+        loss = _softplus(others - pairs).sum()
+        weights = what.sides * what.smoothing - (others - pairs).sigmoid()
         if what.smoothing:
             all_scores = self.scale * self.q.sum(0, dtype=self.wide).dot(key_sum)
-            loss -= what.sides * what.smoothing / total * all_scores
+            loss += what.sides * what.smoothing * (pairs.sum() - all_scores / total)
         if columns is not None:
-            columns = all_reduce(columns, "logsumexp", group=what.place.group)
-            loss += columns[what.place.own].sum()
-        return all_reduce(loss, group=what.place.group) * what.share, rows, columns
+            place = what.place
+            own = reduce_scatter(columns, op="logsumexp", sizes=place.columns, group=place.group)
+            loss += _softplus(own - pairs).sum()
+            weights -= (own - pairs).sigmoid()
+            own = torch.logaddexp(own, pairs)
+            columns = all_gather(own, sizes=place.columns, group=place.group, grad="none")
+        value = all_reduce(loss, group=what.place.group) * what.share
+        return value, Sums(torch.logaddexp(others, pairs), columns, weights)
 
     def sigmoid_loss(
         self, wanted: Sequence[bool]
@@ -198,32 +220,32 @@ class _Pass:
         what = self.what
         prepared: list[tuple[Tensor | None, torch.dtype]] = []
         softplus = self.scale.new_zeros(())
+        pairs = self._pairs()
         if what.wants_any:
             # A gradient in float16 could vanish before the scale of the loss arrives to lift it.
             kept = self.wide if self.q.dtype == torch.float16 else self.q.dtype
             share = self.scale.new_tensor(what.share)
-            found = self.gradients(wanted, share, (None, None), dtype=kept, softplus=softplus)
+            sums = Sums(None, None, -(-pairs).sigmoid())
+            found = self.gradients(wanted, share, sums, dtype=kept, softplus=softplus)
             dtypes = (self.q.dtype, self.q.dtype, self.wide, self.wide)
             prepared = list(zip(found, dtypes, strict=True))
         else:
             for block in self.keys.blocks():
                 softplus += self._tiles(block).softplus()
-        loss = softplus - self._at_pairs()
-        if self.bias is not None:
-            loss -= len(self.q) * self.bias
+        loss = softplus + _softplus(-pairs).sum()
         return all_reduce(loss, group=what.place.group) * what.share, prepared
 
     def gradients(
         self,
         wanted: Sequence[bool],
         share: Tensor,
-        lse: tuple[Tensor | None, Tensor | None],
+        sums: Sums,
         *,
         dtype: torch.dtype,
         softplus: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
         """The gradients of queries, keys, scale and bias, ``share`` times those of the sum."""
-        what, (rows, columns) = self.what, lse
+        what = self.what
         kept = dtype if self.keys.count == 1 else self.wide
         into = Gradients(
             torch.zeros_like(self.q, dtype=kept) if wanted[0] else None,
@@ -234,10 +256,9 @@ class _Pass:
         )
         gain = share * self.scale
 
-        def visit(block: Block, sums: list[Tensor]) -> None:
-            into.keys = sums
-            across = None if columns is None else columns[block.columns]
-            self._tiles(block).add_gradients(what.weights(rows, across), gain, into)
+        def visit(block: Block, by_key: list[Tensor]) -> None:
+            into.keys = by_key
+            self._tiles(block).add_gradients(what.weights(sums.of(block)), gain, into)
 
         by_key = None
         if what.wants_keys:
@@ -264,10 +285,16 @@ class _Pass:
             state=state,
         )
 
-    def _at_pairs(self) -> Tensor:
-        """The sum of scale * q @ k over this rank's pairs, in panels: float32 of all would be large."""
-        total = self.scale.new_zeros(())
+    def _pairs(self) -> Tensor:
+        """The scores of this rank's pairs, in panels: float32 of all features would be large."""
+        products = self.scale.new_empty(len(self.q))
         for rows in panels(len(self.q), 8192):
-            products = self.q[rows].to(self.wide) * self.k[rows].to(self.wide)
-            total += products.sum()
-        return total * self.scale
+            each = self.q[rows].to(self.wide) * self.k[rows].to(self.wide)
+            torch.sum(each, 1, out=products[rows])
+        scores = products.mul_(self.scale)
+        return scores if self.bias is None else scores.add_(self.bias)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)); torch's own leaves the 1 out for a large x."""
+    return torch.logaddexp(x, x.new_zeros(()))

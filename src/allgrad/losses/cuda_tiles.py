@@ -1,7 +1,7 @@
 """Scores of 16-bit features on a CUDA device: Triton for the tiles, cuBLAS for the gradients.
 
 A pass takes a panel of queries at a time. Forward, a kernel reduces each tile to sums along its
-rows and columns. Backward, a kernel writes the weights of a panel of scores in 16 bits, and two
+rows and columns, and another one does so again, without the pairs, where a tile has some. Backward, a kernel writes the weights of a panel of scores in 16 bits, and two
 matrix products with float32 sums make the gradients of it.
 
 One exp serves the sums along rows and along columns: exp(score - shift), the shift the same for
@@ -96,7 +96,7 @@ class CudaTiles(Tiles):
         return torch.stack([self.scale, shift, bias, torch.zeros_like(shift)]) * _LOG2E
 
     def lse(self, *, columns: bool) -> tuple[Tensor, Tensor | None]:
-        """The log of the sum of exp(score), along each row and, if asked for, each column."""
+        """The log of the sum of exp(score) but for pairs, along each row and, if asked for, column."""
         row_sums, column_sums = self._vector(len(self.q), 0.0), self._vector(len(self.k), 0.0)
         if not len(self.q) or not len(self.k):
             return row_sums.log(), column_sums.log() if columns else None
@@ -136,8 +136,7 @@ class CudaTiles(Tiles):
         shape, q, k = self.sums_shape, self.aligned_q[rows], self.aligned_k
         by_row = self.scale.new_empty(triton.cdiv(len(k), shape.wide), len(q))
         by_column = by_row.new_empty(triton.cdiv(len(q), shape.tall) if columns else 0, len(k))
-        (tiles,) = shape.grid(len(q), len(k))
-        kernel[(tiles if most is None else min(tiles, most),)](
+        given = (
             TensorDescriptor.from_tensor(q, [shape.tall, shape.deep]),
             TensorDescriptor.from_tensor(k, [shape.wide, shape.deep]),
             self.facts,
@@ -146,17 +145,24 @@ class CudaTiles(Tiles):
             len(q),
             len(k),
             q.shape[1],
-            COLUMNS=columns,
-            **shape.options(),
+            self._first_pair(rows, slice(0, len(k))),
         )
+        (tiles,) = shape.grid(len(q), len(k))
+        programs = tiles if most is None else min(tiles, most)
+        kernel[(programs,)](*given, COLUMNS=columns, **shape.options())
+        if kernel is score_kernels.sums_tile and self.first_pair is not None:
+            crossed = triton.cdiv(shape.tall, shape.wide) + 1
+            score_kernels.sums_tile_of_pairs[(triton.cdiv(len(q), shape.tall) * crossed,)](
+                *given, COLUMNS=columns, CROSSED=crossed, **shape.options()
+            )
         return by_row, by_column
 
     def softplus(self) -> Tensor:
-        """The sum of log(1 + exp(score))."""
+        """The sum of log(1 + exp(score)) but for pairs."""
         total = self._vector(1, 0.0)[0]
         for rows in panels(len(self.q), self.panel):
             for across in panels(len(self.k), self.panel):
-                total += self._launch_sigmoid(rows, across, None)[0]
+                total += self._launch_sigmoid(rows, across, None, None)[0]
         return total
 
     def add_gradients(self, weights: Weights, gain: Tensor, into: Gradients) -> None:
@@ -170,7 +176,7 @@ class CudaTiles(Tiles):
                 k = self.k[across]
                 weighed = memory[: len(q), : len(k)]
                 if weights.sigmoid:
-                    softplus, total = self._launch_sigmoid(rows, across, weighed)
+                    softplus, total = self._launch_sigmoid(rows, across, weights.pairs, weighed)
                     into.softplus += softplus
                     into.bias += total
                 else:
@@ -192,13 +198,13 @@ class CudaTiles(Tiles):
             self.facts,
             by_row,
             by_row if w.columns is None else w.columns[across] * _LOG2E,
+            w.pairs[rows],
             TensorDescriptor.from_tensor(weighed, [shape.tall, shape.wide]),
             len(q),
             len(k),
             q.shape[1],
             self._first_pair(rows, across),
             w.everywhere,
-            w.at_pair,
             COLUMNS=w.columns is not None,
             SMOOTHED=w.everywhere != 0,
             LIFT=self.lift,
@@ -206,9 +212,9 @@ class CudaTiles(Tiles):
         )
 
     def _launch_sigmoid(
-        self, rows: slice, across: slice, weighed: Tensor | None
+        self, rows: slice, across: slice, pairs: Tensor | None, weighed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The sum of log(1 + exp(score)) and that of the weights, which are written if asked for."""
+        """The sum of log(1 + exp(score)) but for pairs and, if asked for, of the weights it writes."""
         shape, q, k = self.weights_shape, self.aligned_q[rows], self.aligned_k[across]
         grid = shape.grid(len(q), len(k))
         sums = self.scale.new_zeros(2, *grid)
@@ -216,6 +222,7 @@ class CudaTiles(Tiles):
             TensorDescriptor.from_tensor(q, [shape.tall, shape.deep]),
             TensorDescriptor.from_tensor(k, [shape.wide, shape.deep]),
             self.facts,
+            sums if pairs is None else pairs[rows],
             sums[0],
             sums[1],
             sums

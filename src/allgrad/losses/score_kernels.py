@@ -16,7 +16,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["join_logs", "sigmoid_tile", "softmax_tile", "sums_tile", "sums_tile_of_any_range"]
+__all__ = [
+    "join_logs",
+    "sigmoid_tile",
+    "softmax_tile",
+    "sums_tile",
+    "sums_tile_of_any_range",
+    "sums_tile_of_pairs",
+]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # A batch of another size is no reason to compile again.
@@ -31,19 +38,25 @@ def _products(q, k, row, column, width, TALL: tl.constexpr, WIDE: tl.constexpr, 
     return tile
 
 
-@triton.jit(do_not_specialize=_SIZES)
-def sums_tile(
-    q, k, facts, by_row, by_column, rows, columns, width,
+@triton.jit
+def _has_pairs(down, across, first_pair, TALL: tl.constexpr, WIDE: tl.constexpr):
+    start = first_pair + down * TALL - across * WIDE
+    return (start < WIDE) & (start + TALL > 0)
+
+
+@triton.jit
+def _sums(
+    q, k, facts, by_row, by_column, rows, columns, width, first_pair, down, across,
     TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of exp(score - shift) along the rows and the columns of a tile, one exp for both."""
-    high = tl.cdiv(rows, TALL)
-    down, across = tl.program_id(0) % high, tl.program_id(0) // high
     tile = _products(q, k, down * TALL, across * WIDE, width, TALL, WIDE, DEEP)
     row = down * TALL + tl.arange(0, TALL)
     column = across * WIDE + tl.arange(0, WIDE)
     shift = tl.where(column < columns, -tl.load(facts + 1), float("-inf"))
     tile = tl.exp2(tile * tl.load(facts) + shift[None, :])
+    if PAIRS:
+        tile = tl.where((row + first_pair)[:, None] == column[None, :], 0.0, tile)
     tl.store(by_row + across * rows + row, tl.sum(tile, 1), mask=row < rows)
     if COLUMNS:
         if down * TALL + TALL > rows:
@@ -52,11 +65,46 @@ def sums_tile(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def sums_tile_of_any_range(
-    q, k, facts, by_row, by_column, rows, columns, width,
+def sums_tile(
+    q, k, facts, by_row, by_column, rows, columns, width, first_pair,
     TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Logs (to base 2) of such sums without a shift, for scores too far apart; else nothing.
+    """Sums of exp(score - shift) along the rows and the columns of a tile, one exp for both."""
+    high = tl.cdiv(rows, TALL)
+    down, across = tl.program_id(0) % high, tl.program_id(0) // high
+    _sums(q, k, facts, by_row, by_column, rows, columns, width, first_pair, down, across,
+          TALL, WIDE, DEEP, COLUMNS, False)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def sums_tile_of_pairs(
+    q, k, facts, by_row, by_column, rows, columns, width, first_pair,
+    TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr,
+    CROSSED: tl.constexpr,
+):  # fmt: skip
+    """The same but for pairs, of the tiles that have some: at most CROSSED for each tile of rows.
+
+    With the pairs in mind ``sums_tile`` would need more registers, and fewer of it would run at once.
+    """
+    down = tl.program_id(0) // CROSSED
+    across = (first_pair + down * TALL) // WIDE + tl.program_id(0) % CROSSED
+    if _has_pairs(down, across, first_pair, TALL, WIDE) & (across * WIDE < columns):
+        _sums(q, k, facts, by_row, by_column, rows, columns, width, first_pair, down, across,
+              TALL, WIDE, DEEP, COLUMNS, True)  # fmt: skip
+
+
+@triton.jit
+def _finite(top):
+    """Nothing but a pair has no highest score, and infinity less infinity is no number."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def sums_tile_of_any_range(
+    q, k, facts, by_row, by_column, rows, columns, width, first_pair,
+    TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Logs (to base 2) of such sums but for pairs without a shift, for scores too far apart; else nothing.
 
     As it seldom has anything to do, few programs take all tiles in turns.
     """
@@ -69,12 +117,13 @@ def sums_tile_of_any_range(
         row = down * TALL + tl.arange(0, TALL)
         column = across * WIDE + tl.arange(0, WIDE)
         there = (row < rows)[:, None] & (column < columns)[None, :]
+        there &= (row + first_pair)[:, None] != column[None, :]
         tile = tl.where(there, tile * tl.load(facts), float("-inf"))
-        top = tl.max(tile, 1)
+        top = _finite(tl.max(tile, 1))
         sums = tl.sum(tl.exp2(tile - top[:, None]), 1)
         tl.store(by_row + across * rows + row, top + tl.log2(sums), mask=row < rows)
         if COLUMNS:
-            top = tl.max(tile, 0)
+            top = _finite(tl.max(tile, 0))
             sums = tl.sum(tl.exp2(tile - top[None, :]), 0)
             at = by_column + down * columns + column
             tl.store(at, top + tl.log2(sums), mask=column < columns)
@@ -89,18 +138,18 @@ def join_logs(parts, logs, facts, count, length, SMALL: tl.constexpr):
     joined = tl.load(logs + at, mask=at < length, other=0.0)
     for number in range(count):
         part = tl.load(parts + number * length + at, mask=at < length, other=0.0)
-        top = tl.maximum(joined, part)
+        top = _finite(tl.maximum(joined, part))
         joined = top + tl.log2(tl.exp2(joined - top) + tl.exp2(part - top))
     tl.store(logs + at, joined, mask=at < length)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def softmax_tile(
-    q, k, facts, row_lse, column_lse, weights, rows, columns, width, first_pair, everywhere, at_pair,
+    q, k, facts, row_lse, column_lse, pairs, weights, rows, columns, width, first_pair, everywhere,
     TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr,
     SMOOTHED: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
-    """Weights of a tile of scores, from logs of sums to base 2, times LIFT."""
+    """Weights of a tile of scores, from logs of sums to base 2 and those of pairs, times LIFT."""
     high = tl.cdiv(rows, TALL)
     down, across = tl.program_id(0) % high, tl.program_id(0) // high
     tile = _products(q, k, down * TALL, across * WIDE, width, TALL, WIDE, DEEP)
@@ -120,43 +169,41 @@ def softmax_tile(
         tile = tl.exp2(tile * scale - by_row[:, None])
     if SMOOTHED:
         tile -= everywhere
-    start = first_pair + down * TALL - across * WIDE
-    if (start < WIDE) & (start + TALL > 0):
-        pair = (row + first_pair)[:, None] == column[None, :]
-        tile = tl.where(pair, tile - at_pair, tile)
+    if _has_pairs(down, across, first_pair, TALL, WIDE):
+        at_pair = tl.load(pairs + row, mask=row < rows, other=0.0)
+        tile = tl.where((row + first_pair)[:, None] == column[None, :], at_pair[:, None], tile)
     weights.store([down * TALL, across * WIDE], (tile * LIFT).to(weights.dtype))
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def sigmoid_tile(
-    q, k, facts, softplus, total, weights, rows, columns, width, first_pair,
+    q, k, facts, pairs, softplus, total, weights, rows, columns, width, first_pair,
     TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, STORE: tl.constexpr,
     LIFT: tl.constexpr,
 ):  # fmt: skip
-    """Sums of log2(1 + exp(score)) and of the weights of a tile, and the weights times LIFT."""
+    """Sums of log2(1 + exp(score)) but for pairs and of the weights, and the weights times LIFT."""
     high = tl.cdiv(rows, TALL)
     down, across = tl.program_id(0) % high, tl.program_id(0) // high
     tile = _products(q, k, down * TALL, across * WIDE, width, TALL, WIDE, DEEP)
     row = down * TALL + tl.arange(0, TALL)
     column = across * WIDE + tl.arange(0, WIDE)
     tile = tile * tl.load(facts) + tl.load(facts + 2)
+    has_pairs = _has_pairs(down, across, first_pair, TALL, WIDE)
+    if has_pairs:
+        tile = tl.where((row + first_pair)[:, None] == column[None, :], float("-inf"), tile)
+    if (down * TALL + TALL > rows) | (across * WIDE + WIDE > columns):
+        tile += tl.where(row < rows, 0.0, float("-inf"))[:, None]
+        tile += tl.where(column < columns, 0.0, float("-inf"))[None, :]
     small = tl.exp2(-tl.abs(tile))
     log = tl.log2(1.0 + small)
     # 1 + x loses a small x to rounding; three terms of the series of its log do not.
     series = small * (1.0 - small * (0.5 - small * 0.3333333333)) * LOG2E
     terms = tl.maximum(tile, 0.0) + tl.where(small < 0.01, series, log)
-    at_edge = (down * TALL + TALL > rows) | (across * WIDE + WIDE > columns)
-    there = (row < rows)[:, None] & (column < columns)[None, :]
-    if at_edge:
-        terms = tl.where(there, terms, 0.0)
     tl.store(softplus + tl.program_id(0), tl.sum(terms))
     if STORE:
-        tile = tl.exp2(tl.minimum(tile, 0.0) - log)
-        start = first_pair + down * TALL - across * WIDE
-        if (start < WIDE) & (start + TALL > 0):
-            pair = (row + first_pair)[:, None] == column[None, :]
-            tile = tl.where(pair, tile - 1.0, tile)
+        tile = tl.exp2(tile - terms)
+        if has_pairs:
+            at_pair = tl.load(pairs + row, mask=row < rows, other=0.0)
+            tile = tl.where((row + first_pair)[:, None] == column[None, :], at_pair[:, None], tile)
         weights.store([down * TALL, across * WIDE], (tile * LIFT).to(weights.dtype))
-        if at_edge:
-            tile = tl.where(there, tile, 0.0)
         tl.store(total + tl.program_id(0), tl.sum(tile))

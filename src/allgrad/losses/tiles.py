@@ -31,13 +31,14 @@ class Weights:
         softmax    exp(score - rows_i)  +  exp(score - columns_j)    of those that are given
         sigmoid    1 / (1 + exp(-score))                             if neither is
 
-    less ``everywhere``, and less ``at_pair`` where row and column are a pair.
+    less ``everywhere``; and ``pairs`` where row and column are a pair, one for each row: there a
+    weight is a difference of almost equal numbers, which the scores alone would not give.
     """
 
     rows: Tensor | None
     columns: Tensor | None
     everywhere: float
-    at_pair: float
+    pairs: Tensor
 
     @property
     def sigmoid(self) -> bool:
@@ -50,7 +51,7 @@ class Gradients:
 
     ``queries`` is None and ``keys`` is empty where nobody wants them; ``keys`` may come in parts,
     one below the other. ``scale`` is the sum of weight times ``q @ k``. ``bias``, the sum of the
-    weights, and ``softplus``, that of log(1 + exp(score)), are for the sigmoid only.
+    weights, and ``softplus``, that of log(1 + exp(score)) but for pairs, are for the sigmoid only.
     """
 
     queries: Tensor | None
@@ -94,13 +95,14 @@ class Tiles:
         self.tall, self.wide = TILE if q.device.type == "cpu" else (4096, 4096)
 
     def lse(self, *, columns: bool) -> tuple[Tensor, Tensor | None]:
-        """The log of the sum of exp(score), along each row and, if asked for, each column."""
+        """The log of the sum of exp(score) but for pairs, along each row and, if asked for, column."""
         row_lse = self._vector(len(self.q), -torch.inf)
         column_lse = self._vector(len(self.k), -torch.inf) if columns else None
         for rows in panels(len(self.q), self.tall):
             q = self.q[rows].to(self.dtype) * self.scale
             for across in panels(len(self.k), self.wide):
                 scores = self._scores(q, self.k[across].to(self.dtype))
+                self._diagonal(scores, rows, across).fill_(-torch.inf)
                 row_lse[rows] = torch.logaddexp(row_lse[rows], scores.logsumexp(1))
                 if column_lse is not None:
                     part = torch.logaddexp(column_lse[across], scores.logsumexp(0))
@@ -108,12 +110,13 @@ class Tiles:
         return row_lse, column_lse
 
     def softplus(self) -> Tensor:
-        """The sum of log(1 + exp(score))."""
+        """The sum of log(1 + exp(score)) but for pairs."""
         total = self._vector(1, 0.0)[0]
         for rows in panels(len(self.q), self.tall):
             q = self.q[rows].to(self.dtype) * self.scale
             for across in panels(len(self.k), self.wide):
                 scores = self._scores(q, self.k[across].to(self.dtype))
+                self._diagonal(scores, rows, across).fill_(-torch.inf)
                 total -= logsigmoid(scores.neg_()).sum()
         return total
 
@@ -135,10 +138,17 @@ class Tiles:
     def _scores(self, scaled: Tensor, k: Tensor) -> Tensor:
         return scaled @ k.T if self.bias is None else torch.addmm(self.bias, scaled, k.T)
 
+    def _diagonal(self, scores: Tensor, rows: slice, across: slice) -> Tensor:
+        """Those of a tile that belong to pairs."""
+        if self.first_pair is None:
+            return scores[:0, :0].diagonal()
+        return scores.diagonal(self.first_pair + rows.start - across.start)
+
     def _weighed(
         self, weights: Weights, scores: Tensor, rows: slice, across: slice, into: Gradients
     ) -> Tensor:
         if weights.sigmoid:
+            self._diagonal(scores, rows, across).fill_(-torch.inf)
             into.softplus -= logsigmoid(-scores).sum()
             weighed = scores.sigmoid_()
         elif weights.rows is None or weights.columns is None:
@@ -149,8 +159,11 @@ class Tiles:
             weighed += scores.sub_(weights.columns[across]).exp_()
         if weights.everywhere:
             weighed -= weights.everywhere
-        if self.first_pair is not None:
-            weighed.diagonal(self.first_pair + rows.start - across.start).sub_(weights.at_pair)
+        pairs = self._diagonal(weighed, rows, across)
+        if len(pairs):
+            assert self.first_pair is not None
+            first = max(rows.start, across.start - self.first_pair)
+            pairs.copy_(weights.pairs[first : first + len(pairs)])
         if weights.sigmoid:
             into.bias += weighed.sum()
         return weighed

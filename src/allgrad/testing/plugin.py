@@ -137,6 +137,11 @@ def _on_rank(body: Callable[..., object], values: dict[str, object]) -> None:
         body(**{name: rank_of() if v is _PerRank.RANK else v for name, v in values.items()})
     except pytest.skip.Exception as outcome:
         raise _SkippedOnRank(str(outcome)) from None
+    finally:
+        # The process serves the next test too, and pytest's own teardown does not reach it.
+        for value in values.values():
+            if isinstance(value, pytest.MonkeyPatch):
+                value.undo()
 
 
 def _raise_outcome(failure: RankFailed) -> None:
