@@ -1,8 +1,9 @@
 """Scores of 16-bit features on a CUDA device: Triton for the tiles, cuBLAS for the gradients.
 
 A pass takes a panel of queries at a time. Forward, a kernel reduces each tile to sums along its
-rows and columns, and another one does so again, without the pairs, where a tile has some. Backward, a kernel writes the weights of a panel of scores in 16 bits, and two
-matrix products with float32 sums make the gradients of it.
+rows and columns, and another does so again, without the pairs, where a tile has some. Backward, a
+kernel writes the weights of a panel of scores in 16 bits, and two matrix products with float32 sums
+make the gradients of it.
 
 One exp serves the sums along rows and along columns: exp(score - shift), the shift the same for
 all scores. By Cauchy and Schwarz no score is above ``|scale| max|q| max|k|``, and the shift keeps

@@ -203,7 +203,8 @@ def sigmoid_tile(
     if STORE:
         tile = tl.exp2(tile - terms)
         if has_pairs:
-            at_pair = tl.load(pairs + row, mask=row < rows, other=0.0)
+            inside = (row < rows) & (row + first_pair < columns)
+            at_pair = tl.load(pairs + row, mask=inside, other=0.0)
             tile = tl.where((row + first_pair)[:, None] == column[None, :], at_pair[:, None], tile)
         weights.store([down * TALL, across * WIDE], (tile * LIFT).to(weights.dtype))
         tl.store(total + tl.program_id(0), tl.sum(tile))
