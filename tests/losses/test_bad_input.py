@@ -45,6 +45,30 @@ def test_mistake_of_one_rank_raises_on_all(rank, world):
     assert ag.all_reduce(torch.ones(1)).item() == world
 
 
+# The same for what only one of the losses takes.
+MORE_MISTAKES = {
+    "nan bias": (siglip_loss, float("nan"), InputError, "bias is nan"),
+    "infinite bias": (siglip_loss, torch.tensor(float("-inf")), InputError, "bias is -inf"),
+    "bias of two": (siglip_loss, torch.zeros(2), InputError, r"bias has shape \(2,\)"),
+    "integer bias": (siglip_loss, torch.tensor(1), InputError, "bias is not a floating-point"),
+    "wide negatives": (info_nce, torch.ones(3, 5), PieceMismatch, "width of hard_negatives"),
+    "integer negatives": (info_nce, torch.ones(3, 4).long(), TensorError, "hard_negatives is not"),
+    "negatives in 4 dims": (info_nce, torch.ones(1, 1, 3, 4), TensorError, "has 4 dimensions"),
+    "double negatives": (info_nce, torch.ones(3, 4).double(), PieceMismatch, "of hard_negatives"),
+}
+
+
+@pytest.mark.ranks(3)
+def test_mistake_in_a_bias_or_in_negatives_raises_on_all(rank, world):
+    good = {siglip_loss: 0.5, info_nce: torch.ones(3, 4)}
+    for loss, mistake, kind, says in MORE_MISTAKES.values():
+        with pytest.raises(kind, match=says) as raised:
+            loss(GOOD, GOOD, 1.0, mistake if rank == 2 else good[loss])
+        (odd,) = [line for line in str(raised.value).splitlines() if "<-" in line]
+        assert odd.startswith("  rank 2: ")
+    assert ag.all_reduce(torch.ones(1)).item() == world
+
+
 @pytest.mark.ranks(3)
 def test_options_must_agree(rank, world):
     for options in ({"grads": "sum"}, {"label_smoothing": 0.1}, {"ring": True}, {"budget": 1}):
