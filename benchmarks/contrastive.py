@@ -3,12 +3,14 @@
     python benchmarks/contrastive.py                       # CUDA if there is a device, else CPU
     python benchmarks/contrastive.py --device cpu [--ranks 4] [--pairs 8192] [--width 256]
     python benchmarks/contrastive.py --device cuda [--pairs 65536 131072] [--width 512 1024]
+    python benchmarks/contrastive.py --shapes              # CUDA: the kernels alone, for each shape of tile
 
 CUDA, one device, bfloat16. The floor is four matrix products (scores, scores again, two gradients)
 at the rate of a product of 8192 x 8192 matrices measured in the same run. Extra memory is the
 peak above what was there before, which is the features; gradients count as extra. CPU, float32, one
 thread on each rank: a sample is the slowest rank's time after a barrier, extra memory the largest
-growth of a rank's resident set. Ways take turns. Peers that are not installed are left out.
+growth of a rank's resident set. Ways take turns; on CUDA one that has taken three seconds sits out the
+rest. Peers that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -38,6 +40,15 @@ if TYPE_CHECKING:
 
 SCALE = 20.0
 MIB = 2**20
+ENOUGH_MS = 3000
+
+# Rows, columns and depth of a tile, warps and stages: those that Triton compiles for Hopper without
+# spilling registers.
+SHAPES = (
+    *((128, 128, 64, 4, 2), (128, 128, 64, 4, 3), (128, 128, 64, 4, 4), (128, 128, 64, 8, 3)),
+    *((128, 128, 128, 4, 2), (128, 128, 128, 8, 2), (64, 256, 64, 4, 3), (128, 64, 64, 4, 4)),
+    *((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (256, 128, 64, 8, 4)),
+)
 
 
 def features(pairs: int, width: int, dtype: torch.dtype, device: str, seed: int) -> list[Tensor]:
@@ -192,13 +203,16 @@ def compare(
     times: dict[str, list[float]] = {name: [] for name in able}
     for turn in range(repeats):
         for name in able[turn % len(able) :] + able[: turn % len(able)]:
-            times[name].append(milliseconds(partial(step, ways[name], given)))
+            if sum(times[name]) < ENOUGH_MS:
+                times[name].append(milliseconds(partial(step, ways[name], given)))
     for name in ways:
         if name not in able:
             print(f"  B {count:>9,}  D {width:>5,}  {name:<16} out of memory")
             continue
         took = statistics.median(times[name])
         report(name, took, extra[name] or 0, floor=floor, count=count, width=width)
+        if len(times[name]) < repeats:
+            print(f"{'':<32}median of {len(times[name])} instead of {repeats}")
 
 
 def report(name: str, took: float, extra: float, *, floor: float, count: int, width: int) -> None:
@@ -210,21 +224,61 @@ def report(name: str, took: float, extra: float, *, floor: float, count: int, wi
 
 
 def accuracy(ways: dict[str, Callable[..., Tensor]], width: int, count: int = 8192) -> None:
-    """Gradients against float64 on the CPU."""
+    """The value and the gradients against float64 on the CPU."""
     given = features(count, width, torch.bfloat16, "cuda", 1)
     exact = [x.detach().cpu().double().requires_grad_() for x in given]
     step(reference.clip, exact)
+    with torch.no_grad():
+        want = float(reference.clip(*exact))
     for name, way in ways.items():
         step(way, given)
+        off = abs(float(way(*given)) - want) / want
         errors = [
             float((x.grad.cpu().double() - y.grad).norm() / y.grad.norm())
             for x, y in zip(given, exact, strict=True)
         ]
         image, text, scale = errors
         print(
-            f"  B {count:>9,}  D {width:>5,}  {name:<16} gradients from float64: "
-            f"image {image:.1e}, text {text:.1e}, scale {scale:.1e}"
+            f"  B {count:>9,}  D {width:>5,}  {name:<16} from float64: value {off:.1e}, "
+            f"gradients of image {image:.1e}, text {text:.1e}, scale {scale:.1e}"
         )
+
+
+def kernels(pairs: int, widths: list[int]) -> None:
+    """A panel of each kernel in each shape, against the product in it; the first run compiles."""
+    from allgrad.losses.cuda_tiles import CudaTiles, Shape
+    from allgrad.losses.score_kernels import sums_tile
+    from allgrad.losses.tiles import Weights
+
+    rate = flops_per_ms()
+    print(f"{torch.cuda.get_device_name()}, bfloat16, matrix product {rate / 1e9:.0f} TFLOP/s")
+    for width in widths:
+        image, text, scale = (x.detach() for x in features(pairs, width, torch.bfloat16, "cuda", 0))
+        tiles = CudaTiles(image, text, scale, first_pair=0)
+        lse = [x for x in tiles.lse(columns=True) if x is not None]
+        weights = Weights(*lse, 0.0, torch.zeros_like(lse[0]))
+        rows = slice(0, min(tiles.panel, pairs))
+        memory = image.new_empty(rows.stop, rows.stop)
+        for shape in SHAPES:
+            tiles.sums_shape = tiles.weights_shape = Shape(*shape)
+            runs = {
+                "sums": (partial(tiles._launch_sums, sums_tile, rows, True), pairs),
+                "weights": (partial(tiles._launch_softmax, weights, rows, rows, memory), rows.stop),
+            }
+            for name, (run, columns) in runs.items():
+                floor = 2 * rows.stop * columns * width / rate
+                print(
+                    f"  D {width:>5,}  {name:<8} {shape!s:<24} {times_floor(run, floor)}",
+                    flush=True,
+                )
+
+
+def times_floor(run: Callable[[], object], floor: float) -> str:
+    try:
+        times = [milliseconds(run) for _ in range(23)]
+    except Exception as error:  # noqa: BLE001  Triton has several for a shape that does not fit
+        return type(error).__name__
+    return f"{statistics.median(times[3:]) / floor:5.2f} x its product"
 
 
 # ---- ranks on the CPU
@@ -318,8 +372,11 @@ def main() -> None:
     parser.add_argument("--width", type=int, nargs="+")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--largest", type=int, default=1_048_576)
+    parser.add_argument("--shapes", action="store_true")
     args = parser.parse_args()
-    if args.device == "cpu":
+    if args.shapes:
+        kernels((args.pairs or [65_536])[0], args.width or [512, 1024])
+    elif args.device == "cpu":
         pairs, width = (args.pairs or [8192])[0], (args.width or [256])[0]
         on_cpu(args.ranks, pairs, width, args.repeats)
     else:
