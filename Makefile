@@ -20,7 +20,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 suite: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 setup: $(READY)
 

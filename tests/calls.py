@@ -193,3 +193,12 @@ CALLS = {
     "share": SHARE,
     "split": SPLIT,
 }
+
+# One of each kind: the other reductions, and those of other collectives, are made of these.
+KINDS = (
+    *("all_reduce sum", "all_reduce mean", "all_reduce max"),
+    *("all_reduce sum, same", "all_reduce sum, none"),
+    *("all_gather", "all_gather, same", "reduce_scatter sum", "all_to_all"),
+    *("broadcast", "broadcast, same", "reduce sum", "gather", "scatter"),
+    *("permute", "shift", "scan sum", "share", "split"),
+)

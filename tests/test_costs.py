@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import allgrad as ag
 from allgrad import plans
+from allgrad.errors import InputError
 from allgrad.testing import run_ranks
 
 ROW = 256  # bytes
@@ -59,6 +60,7 @@ class Traffic:
         if name == "broadcast":
             return (x.nbytes, 0) if group_src == rank else (0, x.nbytes)
         return {
+            "all_gather_into_tensor": (0, 0),
             "isend": (x.nbytes, 0),
             "irecv": (0, x.nbytes),
             "all_reduce": (x.nbytes, x.nbytes),
@@ -308,11 +310,21 @@ def test_another_dim_costs_one_copy(rank, world):
     assert large[0] == large[1]
 
 
-PLANS = {
-    "all_gather": ("copies", "broadcasts", "backend"),
-    "reduce_scatter": ("exchange", "pairs", "backend", "backend_list"),
-    "reduce": ("gather", "sends", "backend"),
-}
+@pytest.mark.ranks(3)
+def test_a_way_can_be_forced_for_experiments(rank):
+    x = torch.ones(4)
+    with Traffic() as traffic, plans.using(all_gather="broadcasts"):
+        ag.all_gather(x, sizes="equal")
+        with plans.using(all_gather="backend"):
+            ag.all_gather(x, sizes="equal")
+        ag.all_gather(x, sizes="equal")
+    assert traffic.calls == {"broadcast": 6, "all_gather_into_tensor": 1}
+    with Traffic() as traffic:
+        ag.all_gather(x, sizes="equal")
+    assert traffic.calls == {"all_to_all_single": 1}
+    for wrong in ({"all_gather": "pigeons"}, {"all_reduce": "backend"}):
+        with pytest.raises(InputError, match="has no way"), plans.using(**wrong):
+            pass
 
 
 def wild(rank, rows=12):
@@ -325,25 +337,19 @@ def wild(rank, rows=12):
 def results(op, plan, rows):
     """Results and gradients as bits, of three calls each, with the plan forced."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    real = getattr(plans, op, None)
-    if plan is not None:
-        setattr(plans, op, lambda *_, **__: plan)
-    try:
-        got = []
+    got = []
+    with plans.using(**({} if plan is None else {op: plan})):
         for _ in range(3):
             x = wild(rank, rows * world if op == "reduce_scatter" else rows).requires_grad_()
             call = getattr(ag, op)
             y = call(x) if op in {"all_reduce", "broadcast", "reduce"} else call(x, sizes="equal")
             (g,) = torch.autograd.grad(y, x, wild(rank + 10, y.shape[0]))
             got.append((y.detach().view(torch.int32), g.view(torch.int32)))
-    finally:
-        if plan is not None:
-            setattr(plans, op, real)
     return got
 
 
 CASES = [
-    *((op, plan, 12) for op, names in PLANS.items() for plan in names),
+    *((op, plan, 12) for op, ways in plans.WAYS.items() for plan in ways),
     *((op, None, rows) for op in ("all_reduce", "broadcast") for rows in (1, 12, 8 * 1024)),
 ]
 

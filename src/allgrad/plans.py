@@ -13,22 +13,53 @@ Gloo's own all_gather, reduce_scatter and reduce are two to three times slower t
 
 The ways for small pieces cost memory for all peers' pieces at once, those for large ones for one
 piece. NCCL, and backends that were not measured, get their own call where it takes the sizes.
+For experiments, ``with plans.using(all_gather="broadcasts"):`` takes one way whatever the table says.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from allgrad.errors import InputError
 
-__all__ = ["all_gather", "reduce", "reduce_scatter"]
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+__all__ = ["WAYS", "all_gather", "reduce", "reduce_scatter", "using"]
 
 SMALL = 1024 * 1024
+WAYS = {
+    "all_gather": ("copies", "broadcasts", "backend", "backend_list"),
+    "reduce_scatter": ("exchange", "pairs", "backend", "backend_list"),
+    "reduce": ("gather", "sends", "backend"),
+}
+_chosen: dict[str, str] = {}
+
+
+@contextlib.contextmanager
+def using(**ways: str) -> Generator[None]:
+    """Within this block, on every rank alike, move bytes these ways: ``using(reduce="sends")``.
+
+    A way may ask more than the table's choice would: ``backend`` takes equal counts only.
+    """
+    for operation, way in ways.items():
+        if way not in WAYS.get(operation, ()):
+            known = "; ".join(f"{name}: {', '.join(found)}" for name, found in WAYS.items())
+            raise InputError(f"plans.using: {operation} has no way {way!r}.\nThere are {known}.")
+    before = dict(_chosen)
+    _chosen.update(ways)
+    try:
+        yield
+    finally:
+        _chosen.clear()
+        _chosen.update(before)
 
 
 def all_gather(backend: str, counts: Sequence[int], itemsize: int) -> str:
     """``copies`` | ``broadcasts`` | ``backend`` | ``backend_list``."""
+    if chosen := _chosen.get("all_gather"):
+        return chosen
     if backend == "gloo":
         return "copies" if max(counts) * itemsize <= SMALL else "broadcasts"
     if len(set(counts)) == 1:
@@ -38,6 +69,8 @@ def all_gather(backend: str, counts: Sequence[int], itemsize: int) -> str:
 
 def reduce_scatter(backend: str, counts: Sequence[int], itemsize: int, *, on_host: bool) -> str:
     """``exchange`` | ``pairs`` | ``backend`` | ``backend_list``."""
+    if chosen := _chosen.get("reduce_scatter"):
+        return chosen
     if backend == "gloo":
         # Gloo sends from peer to peer only what lies on the host.
         return "exchange" if max(counts) * itemsize <= SMALL or not on_host else "pairs"
@@ -48,6 +81,8 @@ def reduce_scatter(backend: str, counts: Sequence[int], itemsize: int, *, on_hos
 
 def reduce(backend: str, nbytes: int, *, on_host: bool) -> str:
     """``gather`` | ``sends`` | ``backend``."""
+    if chosen := _chosen.get("reduce"):
+        return chosen
     if backend != "gloo":
         return "backend"
     return "gather" if nbytes <= SMALL or not on_host else "sends"

@@ -10,7 +10,7 @@ from torch import func
 from torch._dynamo.backends.common import aot_autograd
 
 import allgrad as ag
-from calls import CALLS, Place
+from calls import CALLS, KINDS, Place
 from differentiation import Through
 from exactness import leaf, random, same
 from places import on
@@ -41,9 +41,19 @@ def check_as_eager(fn, *inputs, backend="aot_eager", **options):
                     same(a.grad, b.grad, "the gradient")
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_in_a_graph_as_eager(rank, world, name):
+    check_in_a_graph(rank, world, name)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", KINDS)
+def test_in_a_graph_as_eager_on_two_ranks(rank, world, name):
+    check_in_a_graph(rank, world, name)
+
+
+def check_in_a_graph(rank, world, name):
     case = Through(CALLS[name], Place(rank, world, sizes_given=True))
     check_as_eager(case.function, case.values[case.mine])
 
@@ -293,3 +303,16 @@ def test_dual_numbers_of_a_piece_without_tangent(rank):
         return func.jvp(lambda y: ag.all_reduce(y if rank == 0 else x) + y, (x,), (t,))[1]
 
     same(compiled(run)(x).detach(), 2 * t, "the tangent")
+
+
+@pytest.mark.ranks(2)
+def test_complex_numbers_in_a_graph(rank):
+    """Two real numbers each travel, ragged as well, to whoever they belong."""
+
+    def run(x):
+        z = torch.complex(x, x.sin())
+        y = ag.all_gather(z, sizes=(2, 1)) * ag.all_reduce(z.sum(), grad="same")
+        y = ag.split(y, sizes=(2, 1)) + ag.shift(ag.broadcast(z[:1], grad="same"), sizes="equal")
+        return torch.view_as_real(y * y.conj() * 1j + y)
+
+    check_as_eager(run, random(((2, 1)[rank], 2), rank))

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import allgrad as ag
+from allgrad import plans, wire
 from calls import CALLS, Place
 from differentiation import MODES, RANK, WANTED, Through
 from exactness import grads, leaf, loss, random, same
@@ -71,10 +72,22 @@ def in_torch(x):
     return ((x.sin() + x) * x + x).square()
 
 
+@pytest.fixture(params=["shortcut", "backend"])
+def way(request):
+    """A world of one has nothing to send; or it makes the backend's calls all the same."""
+    return request.param
+
+
+def take(way, monkeypatch):
+    if way == "backend":
+        monkeypatch.setattr(wire, "_stays_here", lambda _, x: x.is_meta)
+
+
 @pytest.mark.ranks(1, backend="nccl")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_nccl_in_a_world_of_one(world, backend):
+def test_nccl_in_a_world_of_one(world, backend, way, monkeypatch):
     torch._dynamo.reset()
+    take(way, monkeypatch)
     assert dist.get_backend() == "nccl"
     x, y = (random((4, 3), 1).cuda().requires_grad_() for _ in range(2))
     run = everything
@@ -88,8 +101,55 @@ def test_nccl_in_a_world_of_one(world, backend):
 
 
 @pytest.mark.ranks(1, backend="nccl")
-def test_captured_in_a_cuda_graph(world):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_nccl_plans(world, dtype):
+    """Every way that plans name for NCCL, each in one call of the backend."""
+    group = wire.resolve("test", None)
+    x = torch.arange(6).cuda().to(dtype)
+    same_values = {"all_gather": wire._all_gather, "reduce_scatter": wire._reduce_scatter}
+    for operation, call in same_values.items():
+        for kind in ("backend", "backend_list"):
+            with plans.using(**{operation: kind}):
+                assert torch.equal(call(group, x, [6]), x), (operation, kind)
+    assert torch.equal(wire._reduce(group, x, 0), x)
+    assert torch.equal(wire._all_reduce(group, x), x)
+    assert torch.equal(wire._broadcast(group, x, 0), x)
+    assert torch.equal(wire._all_to_all(group, x, [6], [6]), x)
+    assert plans.all_gather("nccl", [2, 2], 4) == plans.reduce_scatter(
+        "nccl", [2, 2], 4, on_host=False
+    )
+    assert plans.all_gather("nccl", [2, 1], 4) == "backend_list"
+
+
+@pytest.mark.ranks(1, backend="nccl")
+def test_nccl_does_not_stop_the_host_when_sizes_are_given(world, monkeypatch):
+    take("backend", monkeypatch)
+    x = random((4, 3), 1).cuda().requires_grad_()
+    given = {"sizes": [4]}
+    run = {
+        "all_gather": lambda: ag.all_gather(x, **given),
+        "reduce_scatter": lambda: ag.reduce_scatter(x, **given),
+        "all_reduce": lambda: ag.all_reduce(x),
+        "all_to_all": lambda: ag.all_to_all(x, send_sizes=[4], recv_sizes=[4]),
+        "broadcast": lambda: ag.broadcast(x),
+        "shift": lambda: ag.shift(x, **given),
+    }
+    for name, call in run.items():
+        call().sum().backward()  # the communicator connects on first use
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call().sum().backward()
+        except RuntimeError as error:
+            pytest.fail(f"{name}: {error}")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.ranks(1, backend="nccl")
+def test_captured_in_a_cuda_graph(world, way, monkeypatch):
     """Forward and backward, replayed on other values."""
+    take(way, monkeypatch)
     x = random((4, 3), 1).cuda().requires_grad_()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -163,7 +163,9 @@ def test_a_failing_rank_releases_the_others() -> None:
     assert lines[1] == "Traceback (most recent call last):"
     assert "in fail_on" in lines[2]  # the runner's own frames are not shown
     assert "ValueError: the root cause" in lines
-    assert re.match(r"rank 0: released \(RuntimeError: .*Connection (closed|reset) by peer", lines[-2])
+    assert re.match(
+        r"rank 0: released \(RuntimeError: .*Connection (closed|reset) by peer", lines[-2]
+    )
     assert lines[-1].startswith("rank 2: released (RuntimeError: ")
     assert isinstance(caught.value.__cause__, ValueError)
     assert sorted(caught.value.failures) == [0, 1, 2]

@@ -42,17 +42,14 @@ class Bucket:
     def unpack(self, flat: Tensor) -> None:
         """Write the bytes into the tensors, whatever their strides."""
         for part, run in self._runs(flat):
-            for x, values in zip(run, part.split([x.numel() for x in run]), strict=True):
-                if x.is_contiguous():
-                    x.view(-1).copy_(values)
-                else:
-                    x.copy_(values.view(x.shape))
+            values = part.split([x.numel() for x in run])
+            torch._foreach_copy_(run, [v.view(x.shape) for v, x in zip(values, run, strict=True)])
 
     def empty(self) -> Tensor:
         """Memory for the bytes of all."""
         return torch.empty(self.nbytes, dtype=torch.uint8, device=self.tensors[0].device)
 
-    def _runs(self, flat: Tensor) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
+    def _runs(self, flat: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Neighbours of one dtype, and their part of the bytes seen as that dtype."""
         start = 0
         for dtype, group in groupby(self.tensors, lambda x: x.dtype):
