@@ -33,14 +33,14 @@ def plain(x: Tensor) -> Tensor:
 def together(xs: Sequence[Tensor]) -> Tensor:
     """Whole tensors, one after another, flat. No copy for a single contiguous one."""
     if len(xs) == 1:
-        return plain(xs[0]).view(-1)
+        return _flat(plain(xs[0]))
     return torch.cat([x.reshape(-1) for x in xs])
 
 
 def apart(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Undo ``together``, without a copy."""
     if len(shapes) == 1:
-        return [flat.view(shapes[0])]
+        return [_shaped(flat, shapes[0])]
     parts = flat.split([prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -112,7 +112,7 @@ class Cut:
         No copy for a single contiguous tensor cut along its first dimension.
         """
         if len(xs) == 1 and _in_order(xs[0].shape, self.dims[0], self.sizes[0]):
-            return plain(xs[0]).view(-1)
+            return _flat(plain(xs[0]))
         blocks = [
             x.split(list(sizes), dim)
             for x, sizes, dim in zip(xs, self.sizes, self.dims, strict=True)
@@ -125,11 +125,19 @@ class Cut:
         No copy for a single tensor along its first dimension, one otherwise.
         """
         if len(xs) == 1 and _in_order(xs[0].shape, self.dims[0], self.sizes[0]):
-            return [flat.view(_with_length(xs[0].shape, self.dims[0], sum(self.sizes[0])))]
+            return [_shaped(flat, _with_length(xs[0].shape, self.dims[0], sum(self.sizes[0])))]
         ranks = range(len(self.sizes[0]))
         shapes = [shape for rank in ranks for shape in self.shapes(xs, rank)]
         blocks = apart(flat, shapes)
         return [torch.cat(blocks[i :: len(xs)], dim) for i, dim in enumerate(self.dims)]
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.dim() == 1 else x.view(-1)  # a view that changes nothing costs time too
+
+
+def _shaped(flat: Tensor, shape: Sequence[int]) -> Tensor:
+    return flat if len(shape) == 1 else flat.view(shape)
 
 
 def _others(shape: Sequence[int], dim: int) -> int:

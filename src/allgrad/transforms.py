@@ -3,7 +3,8 @@
 | mode | what runs |
 |---|---|
 | no graph, no transform | the pair's map |
-| autograd, torch.func, dual numbers, nested as you like | an autograd.Function |
+| autograd | an autograd.Function with a backward |
+| torch.func, dual numbers, nested as you like | one with every rule |
 | the same under ``grad="none"`` | one without derivative |
 | torch.compile | the pair's map, whose ops (graph_wire) have every rule of their own |
 """
@@ -52,8 +53,11 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
         tied = _order(pair, xs)
         if tied is not None:
             return tied
-    if transformed or forward_mode or torch.is_grad_enabled():
+    if transformed or forward_mode:
         return _run(_Apply, pair, xs)
+    if torch.is_grad_enabled():
+        results: tuple[Tensor, ...] = _Reverse.apply(pair, ANCHOR, *xs)  # type: ignore[no-untyped-call]
+        return results
     return _plain(pair, xs)
 
 
@@ -74,7 +78,9 @@ def unlinked(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     stays linked to its input.
     """
     return tuple(
-        y if any(y is x for x in xs) else torch.ops.aten._unsafe_view(y, y.shape)  # noqa: SLF001
+        torch.ops.aten._unsafe_view(y, y.shape)  # noqa: SLF001
+        if y._is_view() and not any(y is x for x in xs)  # noqa: SLF001
+        else y
         for y in pair.forward(xs)
     )
 
@@ -169,6 +175,21 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _pair: None, _anchor: None, *tangents: Tensor) -> tuple[Tensor, ...]:
         return apply(ctx.pair, tangents)
+
+
+class _Reverse(torch.autograd.Function):
+    """The pair with a backward only. Of a function with ``setup_context`` torch reads the signature
+    in every call, which takes longer than a small call does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, pair: AdjointPair, anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
+        ctx.pair = pair
+        return unlinked(pair, xs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *apply(ctx.pair.adjoint, gradients)
 
 
 class _Constant(_Apply):

@@ -217,10 +217,11 @@ def _all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
     if way == "copies":
         return _all_to_all(group, x.repeat(group.size), [x.numel()] * group.size, counts)
     out = x.new_empty(sum(counts))
-    blocks = list(_as_bytes(out).split([count * x.element_size() for count in counts]))
     if way == "backend":
         _run(group, dist.all_gather_into_tensor, _as_bytes(out), _as_bytes(x))
-    elif way == "backend_list":
+        return out
+    blocks = list(_as_bytes(out).split([count * x.element_size() for count in counts]))
+    if way == "backend_list":
         _run(group, dist.all_gather, blocks, _as_bytes(x))
     else:
         blocks[group.rank].copy_(_as_bytes(x))

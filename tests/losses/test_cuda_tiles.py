@@ -120,3 +120,26 @@ def test_large_loss_scale_keeps_small_gradients_of_float16():
     (2.0**16 * siglip_loss(*given, 10.0, -10.0)).backward()
     for x, y in zip(given, exact, strict=True):
         assert (x.grad.double().cpu() - y.grad).norm() / y.grad.norm() < 1e-3
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_ranks_that_share_a_device(rank, name, ring):
+    """Over Gloo, several steps: messages and kernels on streams of their own keep their order."""
+    loss, formula, scale, _ = LOSSES[name]
+    counts = (900, 700)
+    numbers = [torch.tensor(scale), *([torch.tensor(-9.5)] if name == "siglip" else [])]
+    whole = [*features(sum(counts), 96, torch.bfloat16), *numbers]
+    exact = [x.double().requires_grad_() for x in whole]
+    want = formula(*exact)
+    want.backward()
+    own = [x.split(counts)[rank] if x.dim() else x for x in whole]
+    for _ in range(3):
+        given = [x.cuda().requires_grad_() for x in own]
+        got = loss(*given, grads="sum", ring=ring)
+        got.backward()
+        torch.testing.assert_close(got.double().cpu(), want, rtol=1e-4, atol=1e-4)
+        for x, y in zip(given[:2], exact[:2], strict=True):
+            mine = y.grad.split(counts)[rank]
+            assert (x.grad.double().cpu() - mine).norm() / mine.norm() < NEAR[torch.bfloat16]
