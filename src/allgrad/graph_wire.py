@@ -82,10 +82,10 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], name: str
     )
 
 
-def all_gather(x: Tensor, counts: Sequence[int], name: str) -> Tensor:
-    """Every rank's block, in rank order, on every rank."""
+def all_gather(x: Tensor, counts: Sequence[int], name: str, *, copies: bool = False) -> Tensor:
+    """Every rank's block, in rank order, on every rank; by a copy for each if they differ, or so asked."""
     world = len(counts)
-    if all(count == counts[0] for count in counts):
+    if all(count == counts[0] for count in counts) and not copies:
         return _as_real(x, lambda t, _: _OPS.all_gather(t, _ANCHOR, world, name))
     return all_to_all(x.repeat(world), [x.shape[0]] * world, counts, name)
 

@@ -74,6 +74,13 @@ class Group:
         return name
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def traced_backend(name: str, kind: str) -> str:
+    """Name the backend of a group for a kind of device, where calls are traced."""
+    found: Any = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[no-untyped-call]  # noqa: SLF001
+    return str(found._get_backend(torch.device(kind)).name())  # noqa: SLF001
+
+
 def world_store() -> Any:
     """Where all ranks of the world can leave word for each other; ``None`` without a world."""
     world = dist.group.WORLD if dist.is_initialized() else None
