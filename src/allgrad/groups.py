@@ -77,7 +77,7 @@ class Group:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def traced_backend(name: str, kind: str) -> str:
     """Name the backend of a group for a kind of device, where calls are traced."""
-    found: Any = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[no-untyped-call]  # noqa: SLF001
+    found: Any = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]  # noqa: SLF001
     return str(found._get_backend(torch.device(kind)).name())  # noqa: SLF001
 
 
