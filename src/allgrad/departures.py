@@ -16,7 +16,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["depart", "in_backward", "in_turn"]
+__all__ = ["depart", "free", "in_backward", "in_turn"]
 
 T = TypeVar("T")
 
@@ -53,11 +53,14 @@ def depart(call: Callable[[], T]) -> Future[T]:
         return _LINE.thread.submit(run)
 
 
+def free() -> bool:
+    """Tell whether a call may be made here and now: none is under way, or this is its thread."""
+    return not _LINE.waiting or getattr(_HERE, "in_line", False)
+
+
 def in_turn(call: Callable[[], T]) -> T:
     """Make a call here and now, or behind those that are under way."""
-    if not _LINE.waiting or getattr(_HERE, "in_line", False):
-        return call()
-    return depart(call).result()
+    return call() if free() else depart(call).result()
 
 
 def in_backward() -> bool:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -37,8 +36,7 @@ __all__ = [
 GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | None"
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """The ranks that take part, which of them this process is, and in what call."""
 
     process_group: dist.ProcessGroup | None
@@ -108,14 +106,13 @@ def resolve(call: str, group: GroupLike, facts: Callable[[], str] | None = None)
     ``facts`` tells what must be alike on every rank: reduction, shapes, src.
     """
     if group is None:
-        if not dist.is_initialized():
-            return Group(None, 0, 1, call)
         process_group = dist.group.WORLD
+        if process_group is None:
+            return Group(None, 0, 1, call)
     elif isinstance(group, dist.ProcessGroup):
         process_group = group
     else:
         process_group = _process_group_of(call, group)
-    assert process_group is not None
     rank = process_group.rank()
     if rank < 0:
         raise _not_a_member(call)

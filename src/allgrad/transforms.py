@@ -39,13 +39,14 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
     """Run the pair's map, differentiable to any order; ``stop`` ends the derivative there."""
     if torch.compiler.is_compiling():
         return _trace(pair, xs, stop=stop)
-    forward_mode = forward_ad._current_level >= 0  # noqa: SLF001
-    transformed = torch._C._are_functorch_transforms_active()  # noqa: SLF001
+    transformed = (
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # noqa: SLF001
+    )
     if stop or not _differentiable(xs):
         with torch.no_grad():
-            return _run(_Constant, pair, xs) if transformed or forward_mode else _plain(pair, xs)
+            return _run(_Constant, pair, xs) if transformed else _plain(pair, xs)
     if _order is not None and torch.is_grad_enabled():
-        if transformed or forward_mode:
+        if transformed:
             raise ModeError(
                 f"{pair.name}: lockstep orders the backward of autograd, not of torch.func or "
                 "forward mode.\nUse those outside the lockstep block."
@@ -53,10 +54,10 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
         tied = _order(pair, xs)
         if tied is not None:
             return tied
-    if transformed or forward_mode:
+    if transformed:
         return _run(_Apply, pair, xs)
     if torch.is_grad_enabled():
-        results: tuple[Tensor, ...] = _Reverse.apply(pair, ANCHOR, *xs)  # type: ignore[no-untyped-call]
+        results: tuple[Tensor, ...] = _reverse(pair, ANCHOR, *map(_unwrap_if_dead, xs))  # type: ignore[no-untyped-call]
         return results
     return _plain(pair, xs)
 
@@ -77,12 +78,11 @@ def unlinked(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     caller (y /= 2), so the results are unlinked from their bases. What is handed through as it is
     stays linked to its input.
     """
-    return tuple(
-        torch.ops.aten._unsafe_view(y, y.shape)  # noqa: SLF001
-        if y._is_view() and not any(y is x for x in xs)  # noqa: SLF001
-        else y
-        for y in pair.forward(xs)
-    )
+    return tuple([_unlink(y, xs) if y._is_view() else y for y in pair.forward(xs)])  # noqa: SLF001
+
+
+def _unlink(y: Tensor, xs: Sequence[Tensor]) -> Tensor:
+    return y if any(y is x for x in xs) else torch.ops.aten._unsafe_view(y, y.shape)  # noqa: SLF001
 
 
 def is_plain_autograd() -> bool:
@@ -111,7 +111,10 @@ def _run(function: type[_Apply], pair: AdjointPair, xs: Sequence[Tensor]) -> tup
 
 
 def _differentiable(xs: Sequence[Tensor]) -> bool:
-    return any(x.is_floating_point() or x.is_complex() for x in xs)
+    for x in xs:  # noqa: SIM110 - any() costs a generator in every call
+        if x.is_floating_point() or x.is_complex():
+            return True
+    return False
 
 
 def _anchor(*, tangents: bool) -> Tensor:
@@ -190,6 +193,11 @@ class _Reverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *apply(ctx.pair.adjoint, gradients)
+
+
+# The same as _Reverse.apply outside of torch.func, less what that one does in Python.
+_reverse = super(torch.autograd.Function, _Reverse).apply
+_unwrap_if_dead = torch._C._functorch.unwrap_if_dead  # noqa: SLF001
 
 
 class _Constant(_Apply):

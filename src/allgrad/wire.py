@@ -62,6 +62,18 @@ class Planned(NamedTuple):
     receive: Sequence[int] = ()
 
 
+def _options(kind: Any) -> tuple[Any, Any]:
+    """Options of a call that is waited for at once, and of one that is waited for later."""
+    both = kind(), kind()
+    for later, options in enumerate(both):
+        options.asyncOp = bool(later)
+    return both
+
+
+# The calls that small messages take go to the process group itself: on the way through
+# torch.distributed's functions they would spend half of their time.
+_SUMS, _EXCHANGES = _options(dist.AllreduceOptions), _options(dist.AllToAllOptions)
+
 _watcher: Callable[[Group, Planned], AbstractContextManager[None]] | None = None
 
 
@@ -77,7 +89,9 @@ def all_reduce(group: Group, x: Tensor) -> Tensor:
         return x.clone()
     if graph_wire.in_graph(x):
         return graph_wire.all_reduce(x, group.name)
-    return _watched(group, Planned("all_reduce", x.dtype, x.device, x.numel()), _all_reduce, x)
+    return _watched(
+        group, lambda: Planned("all_reduce", x.dtype, x.device, x.numel()), _all_reduce, x
+    )
 
 
 def broadcast(group: Group, x: Tensor, src: int) -> Tensor:
@@ -86,14 +100,14 @@ def broadcast(group: Group, x: Tensor, src: int) -> Tensor:
         return x.clone()
     if graph_wire.in_graph(x):
         return graph_wire.broadcast(x, src, group.name)
-    planned = Planned("broadcast", x.dtype, x.device, x.numel(), src)
+    planned = lambda: Planned("broadcast", x.dtype, x.device, x.numel(), src)  # noqa: E731
     return _watched(group, planned, _broadcast, x, src)
 
 
 def overwrite(group: Group, x: Tensor, src: int) -> None:
     """Broadcast into ``x`` itself: what it held is gone, except on ``src``."""
     if group.size > 1:
-        planned = Planned("broadcast", x.dtype, x.device, x.numel(), src)
+        planned = lambda: Planned("broadcast", x.dtype, x.device, x.numel(), src)  # noqa: E731
         _watched(group, planned, _overwrite, x, src)
 
 
@@ -103,7 +117,7 @@ def reduce(group: Group, x: Tensor, dst: int) -> Tensor:
         return x.clone()
     if graph_wire.in_graph(x):
         return graph_wire.reduce(x, dst, group.rank, group.size, group.name)
-    planned = Planned("reduce", x.dtype, x.device, x.numel(), dst)
+    planned = lambda: Planned("reduce", x.dtype, x.device, x.numel(), dst)  # noqa: E731
     return _watched(group, planned, _reduce, x, dst)
 
 
@@ -113,7 +127,7 @@ def all_to_all(group: Group, x: Tensor, send: Sequence[int], receive: Sequence[i
         return x.clone() if group.size == 1 else x.new_empty(sum(receive))
     if graph_wire.in_graph(x):
         return graph_wire.all_to_all(x, send, receive, group.name)
-    planned = Planned("all_to_all", x.dtype, x.device, 0, -1, send, receive)
+    planned = lambda: Planned("all_to_all", x.dtype, x.device, 0, -1, send, receive)  # noqa: E731
     return _watched(group, planned, _all_to_all, x, send, receive)
 
 
@@ -126,7 +140,7 @@ def all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
         kind = x.device.type
         copies = kind != "cpu" and traced_backend(group.name, kind) == "gloo"
         return graph_wire.all_gather(x, counts, group.name, copies=copies)
-    planned = Planned("all_gather", x.dtype, x.device, 0, -1, counts)
+    planned = lambda: Planned("all_gather", x.dtype, x.device, 0, -1, counts)  # noqa: E731
     return _watched(group, planned, _all_gather, x, counts)
 
 
@@ -136,7 +150,7 @@ def reduce_scatter(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
         return x.clone() if group.size == 1 else x.new_empty(counts[group.rank])
     if graph_wire.in_graph(x):
         return graph_wire.reduce_scatter(x, counts, group.rank, group.name)
-    planned = Planned("reduce_scatter", x.dtype, x.device, 0, -1, counts)
+    planned = lambda: Planned("reduce_scatter", x.dtype, x.device, 0, -1, counts)  # noqa: E731
     return _watched(group, planned, _reduce_scatter, x, counts)
 
 
@@ -158,14 +172,20 @@ def _stays_here(group: Group, x: Tensor) -> bool:
     return group.size == 1 or x.is_meta
 
 
-def _watched(group: Group, planned: Planned, move: Callable[..., Tensor], *args: Any) -> Tensor:
-    return departures.in_turn(partial(_now, group, planned, move, *args))
+def _watched(
+    group: Group, planned: Callable[[], Planned], move: Callable[..., Tensor], *args: Any
+) -> Tensor:
+    if _watcher is None and departures.free():
+        return move(group, *args)
+    return departures.in_turn(lambda: _now(group, planned, move, *args))
 
 
-def _now(group: Group, planned: Planned, move: Callable[..., Tensor], *args: Any) -> Tensor:
+def _now(
+    group: Group, planned: Callable[[], Planned], move: Callable[..., Tensor], *args: Any
+) -> Tensor:
     if _watcher is None:
         return move(group, *args)
-    with _watcher(group, planned):
+    with _watcher(group, planned()):
         return move(group, *args)
 
 
@@ -174,7 +194,8 @@ def _all_reduce(group: Group, x: Tensor) -> Tensor:
         counts = even(x.numel(), group.size)
         return _all_gather(group, _reduce_scatter(group, x, counts), counts)
     out = x.clone()
-    _run(group, dist.all_reduce, out)
+    summed = [torch.view_as_real(out) if x.is_complex() else out]
+    _run(group, lambda later: _carrier(group).allreduce(summed, _SUMS[later]))
     return out
 
 
@@ -183,7 +204,12 @@ def _broadcast(group: Group, x: Tensor, src: int) -> Tensor:
 
 
 def _overwrite(group: Group, x: Tensor, src: int) -> Tensor:
-    _run(group, dist.broadcast, _as_bytes(x), group_src=src)
+    sent = _as_bytes(x)
+
+    def start(later: bool) -> Any:
+        return dist.broadcast(sent, group_src=src, group=group.process_group, async_op=later)
+
+    _run(group, start)
     return x
 
 
@@ -193,7 +219,8 @@ def _reduce(group: Group, x: Tensor, dst: int) -> Tensor:
     here = group.rank == dst
     if way == "backend" and x.dtype in _SUMMED_BY_BACKENDS:
         out = x.clone()
-        _run(group, dist.reduce, out, group_dst=dst)
+        call = partial(dist.reduce, out, group_dst=dst, group=group.process_group)
+        _run(group, lambda later: call(async_op=later))
         return out if here else torch.zeros_like(x)
     if way == "sends":
         peers = [rank for rank in range(group.size) if rank != dst]
@@ -211,7 +238,8 @@ def _all_to_all(group: Group, x: Tensor, send: Sequence[int], receive: Sequence[
     out = x.new_empty(sum(receive))
     width = x.element_size()
     into, sent = [n * width for n in receive], [n * width for n in send]
-    _run(group, dist.all_to_all_single, _as_bytes(out), _as_bytes(x), into, sent)
+    blocks = _as_bytes(out), _as_bytes(x), into, sent
+    _run(group, lambda later: _carrier(group).alltoall_base(*blocks, _EXCHANGES[later]))
     return out
 
 
@@ -221,11 +249,14 @@ def _all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
         return _all_to_all(group, x.repeat(group.size), [x.numel()] * group.size, counts)
     out = x.new_empty(sum(counts))
     if way == "backend":
-        _run(group, dist.all_gather_into_tensor, _as_bytes(out), _as_bytes(x))
+        ends = _as_bytes(out), _as_bytes(x)
+        call = partial(dist.all_gather_into_tensor, *ends, group=group.process_group)
+        _run(group, lambda later: call(async_op=later))
         return out
     blocks = list(_as_bytes(out).split([count * x.element_size() for count in counts]))
     if way == "backend_list":
-        _run(group, dist.all_gather, blocks, _as_bytes(x))
+        listed = partial(dist.all_gather, blocks, _as_bytes(x), group=group.process_group)
+        _run(group, lambda later: listed(async_op=later))
     else:
         blocks[group.rank].copy_(_as_bytes(x))
         _finish(
@@ -252,10 +283,10 @@ def _reduce_scatter(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
         rows = _all_to_all(group, x, counts, [own] * group.size)
         return rows.view(group.size, own).sum(0, dtype=x.dtype)
     out = x.new_empty(own)
-    if way == "backend":
-        _run(group, dist.reduce_scatter_tensor, out, x)
-    else:
-        _run(group, dist.reduce_scatter, out, list(x.split(list(counts))))
+    call = partial(dist.reduce_scatter_tensor, out, x)
+    if way == "backend_list":
+        call = partial(dist.reduce_scatter, out, list(x.split(list(counts))))
+    _run(group, lambda later: call(group=group.process_group, async_op=later))
     return out
 
 
@@ -276,6 +307,10 @@ def _add_from(
     return total
 
 
+def _carrier(group: Group) -> Any:
+    return group.process_group
+
+
 def _send(group: Group, x: Tensor, to: int) -> Any:
     return dist.isend(_as_bytes(x), group_dst=to, group=group.process_group)
 
@@ -284,16 +319,17 @@ def _receive(group: Group, into: Tensor, source: int) -> Any:
     return dist.irecv(_as_bytes(into), group_src=source, group=group.process_group)
 
 
-def _run(group: Group, call: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """Make one call of the backend and wait for it."""
+def _run(group: Group, start: Callable[[bool], Any]) -> None:
+    """Make one call of the backend and wait for it; ``start(True)`` is to give what to wait for."""
     if not waiting.patient():
-        options["async_op"] = True
-        _finish(group, lambda: [call(*args, group=group.process_group, **options)])
+        _finish(group, lambda: [start(True)])
         return
     waiting.introduce(group)
     began = time.monotonic()
     try:
-        call(*args, group=group.process_group, **options)
+        work = start(False)
+        if work is not None:
+            work.wait()
     except RuntimeError as error:
         raise waiting.explain(group, error, time.monotonic() - began) from error
 

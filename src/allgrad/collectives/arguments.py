@@ -139,7 +139,13 @@ def take(op: str, x: Nest) -> Taken[Nest]:
     return Taken(tensors, frame)
 
 
+_USUAL = frozenset(agreement.DTYPES)
+
+
 def _check_tensor(op: str, x: Tensor) -> None:
+    plain = type(x) in {Tensor, torch.nn.Parameter} and x.layout is torch.strided
+    if plain and x.dtype in _USUAL and not x.is_nested and x.dim() <= agreement.MAX_DIMS:
+        return
     if hasattr(x, "device_mesh"):
         raise TensorError(f"{op}: x is a DTensor.\nGive its local piece, x.to_local().")
     if x.is_nested or x.layout != torch.strided:
