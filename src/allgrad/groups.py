@@ -27,8 +27,11 @@ __all__ = [
     "GroupLike",
     "call_site",
     "describe_calls",
+    "describing",
     "message_device",
+    "reference",
     "resolve",
+    "traced_backend",
     "world_rank",
     "world_store",
 ]
@@ -39,13 +42,26 @@ GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] 
 class Group(NamedTuple):
     """The ranks that take part, which of them this process is, and in what call."""
 
-    process_group: dist.ProcessGroup | None
+    held: dist.ProcessGroup | weakref.ref[dist.ProcessGroup] | None
     rank: int
     size: int
     call: str
     facts: str = ""
     site: str = ""
     serial: int = 0
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group itself. Graphs and remembered calls hold it weakly: destroyed, it is to end."""
+        if not isinstance(self.held, weakref.ref):
+            return self.held
+        found = self.held()
+        if found is None:
+            raise GroupError(
+                f"{self.call}: the process group was destroyed since.\n"
+                "Go backward before destroy_process_group()."
+            )
+        return found
 
     @property
     def members(self) -> list[int]:
@@ -100,6 +116,17 @@ def describe_calls(wanted: bool) -> None:
     _describing += 1 if wanted else -1
 
 
+def describing() -> bool:
+    """Tell whether calls are described, or traced: each is then looked at as it is."""
+    return bool(_describing) or torch.compiler.is_compiling()
+
+
+def reference(group: GroupLike) -> weakref.ref[dist.ProcessGroup] | None:
+    """What a process group can be known by as long as it lives; ``None`` for anything else."""
+    found = dist.group.WORLD if group is None else group
+    return weakref.ref(found) if isinstance(found, dist.ProcessGroup) else None
+
+
 def resolve(call: str, group: GroupLike, facts: Callable[[], str] | None = None) -> Group:
     """Find the ranks meant by whatever the caller passed as ``group``.
 
@@ -116,11 +143,14 @@ def resolve(call: str, group: GroupLike, facts: Callable[[], str] | None = None)
     rank = process_group.rank()
     if rank < 0:
         raise _not_a_member(call)
-    if not _describing or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return Group(process_group, rank, process_group.size(), call)
+    held = weakref.ref(process_group)
+    if not _describing:
+        return Group(held, rank, process_group.size(), call)
     told = "" if facts is None else facts()
     serial = _serials[process_group] = _serials.get(process_group, 0) + 1
-    return Group(process_group, rank, process_group.size(), call, told, call_site(), serial)
+    return Group(held, rank, process_group.size(), call, told, call_site(), serial)
 
 
 def _process_group_of(call: str, group: object) -> dist.ProcessGroup:

@@ -80,6 +80,9 @@ class Cut:
 
     def counts(self, xs: Sequence[Tensor]) -> list[int]:
         """How many elements belong to each rank, all tensors together."""
+        if len(xs) == 1:
+            each = _others(xs[0].shape, self.dims[0])
+            return [size * each for size in self.sizes[0]]
         others = [_others(x.shape, dim) for x, dim in zip(xs, self.dims, strict=True)]
         by_rank = zip(*self.sizes, strict=True)
         return [sum(s * o for s, o in zip(sizes, others, strict=True)) for sizes in by_rank]
@@ -143,6 +146,8 @@ def _shaped(flat: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _others(shape: Sequence[int], dim: int) -> int:
+    if len(shape) == 1:
+        return 1
     return prod(shape[:dim]) * prod(shape[dim + 1 :])
 
 
@@ -152,4 +157,4 @@ def _with_length(shape: Sequence[int], dim: int, length: int) -> list[int]:
 
 def _in_order(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> bool:
     """Tell whether the blocks lie one after another in the tensor as it is."""
-    return prod(shape[:dim]) == 1 or sum(1 for size in sizes if size) <= 1
+    return dim == 0 or prod(shape[:dim]) == 1 or sum(1 for size in sizes if size) <= 1

@@ -65,6 +65,7 @@ class _Limits:
         self.seconds = None if given is None else _seconds(given, _ENVIRONMENT)
         self.told = False
         self.used: dict[Any, Group] | None = None
+        self.given_on = False  # whether some backend still has a deadline that it was given
 
 
 _LIMITS = _Limits()
@@ -103,7 +104,7 @@ def listening() -> Generator[dict[Any, Group]]:
 
 def patient() -> bool:
     """Tell whether calls simply wait: no deadline, nobody to listen to."""
-    return _LIMITS.seconds is None and _LIMITS.used is None and not _LIMITED
+    return _LIMITS.seconds is None and _LIMITS.used is None and not _LIMITS.given_on
 
 
 _LIMITED: weakref.WeakKeyDictionary[Any, timedelta] = weakref.WeakKeyDictionary()
@@ -121,6 +122,7 @@ def limit(group: Group) -> None:
         process_group.set_timeout(timedelta(seconds=_LIMITS.seconds))
     elif process_group in _LIMITED:
         process_group.set_timeout(_LIMITED.pop(process_group))
+    _LIMITS.given_on = bool(_LIMITED)
 
 
 def _backend_limit(process_group: Any) -> timedelta:
@@ -232,7 +234,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
 
 
-_INTRODUCED: weakref.WeakSet[Any] = weakref.WeakSet()
+_INTRODUCED: set[Any] = set()  # by weak references: looked up faster than in a WeakSet
 _LAST_WORDS: dict[tuple[str, int], str] = {}
 
 
@@ -243,8 +245,8 @@ def introduce(group: Group) -> None:
     """
     if _LIMITS.used is not None:
         _LIMITS.used[group.process_group] = group
-    if group.process_group not in _INTRODUCED:
-        _INTRODUCED.add(group.process_group)
+    if group.held not in _INTRODUCED:
+        _INTRODUCED.add(group.held)
         with contextlib.suppress(RuntimeError):
             store = group.process_group.get_group_store()  # type: ignore[union-attr]
             store.delete_key(f"allgrad/roll/{group.rank}")

@@ -74,6 +74,10 @@ def _options(kind: Any) -> tuple[Any, Any]:
 # torch.distributed's functions they would spend half of their time.
 _SUMS, _EXCHANGES = _options(dist.AllreduceOptions), _options(dist.AllToAllOptions)
 
+# Renamed in torch 2.13, where the old names warn.
+_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 _watcher: Callable[[Group, Planned], AbstractContextManager[None]] | None = None
 
 
@@ -84,11 +88,11 @@ def watch(watcher: Callable[[Group, Planned], AbstractContextManager[None]] | No
 
 
 def all_reduce(group: Group, x: Tensor) -> Tensor:
-    """Sum over ranks, on every rank."""
+    """Sum over ranks, on every rank; of contiguous memory in any shape."""
     if _stays_here(group, x):
         return x.clone()
     if graph_wire.in_graph(x):
-        return graph_wire.all_reduce(x, group.name)
+        return graph_wire.all_reduce(x.view(-1), group.name).view(x.shape)
     return _watched(
         group, lambda: Planned("all_reduce", x.dtype, x.device, x.numel()), _all_reduce, x
     )
@@ -192,7 +196,8 @@ def _now(
 def _all_reduce(group: Group, x: Tensor) -> Tensor:
     if x.dtype not in _SUMMED_BY_BACKENDS:
         counts = even(x.numel(), group.size)
-        return _all_gather(group, _reduce_scatter(group, x, counts), counts)
+        own = _reduce_scatter(group, x.view(-1), counts)
+        return _all_gather(group, own, counts).view(x.shape)
     out = x.clone()
     summed = [torch.view_as_real(out) if x.is_complex() else out]
     _run(group, lambda later: _carrier(group).allreduce(summed, _SUMS[later]))
@@ -250,7 +255,7 @@ def _all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
     out = x.new_empty(sum(counts))
     if way == "backend":
         ends = _as_bytes(out), _as_bytes(x)
-        call = partial(dist.all_gather_into_tensor, *ends, group=group.process_group)
+        call = partial(_GATHER, *ends, group=group.process_group)
         _run(group, lambda later: call(async_op=later))
         return out
     blocks = list(_as_bytes(out).split([count * x.element_size() for count in counts]))
@@ -283,7 +288,7 @@ def _reduce_scatter(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
         rows = _all_to_all(group, x, counts, [own] * group.size)
         return rows.view(group.size, own).sum(0, dtype=x.dtype)
     out = x.new_empty(own)
-    call = partial(dist.reduce_scatter_tensor, out, x)
+    call = partial(_REDUCE_SCATTER, out, x)
     if way == "backend_list":
         call = partial(dist.reduce_scatter, out, list(x.split(list(counts))))
     _run(group, lambda later: call(group=group.process_group, async_op=later))

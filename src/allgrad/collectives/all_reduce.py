@@ -8,7 +8,8 @@ from allgrad import graph_wire, reductions, wire
 from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.all_gather import gather_pair, once_pair, reduce_pieces
 from allgrad.collectives.arguments import Grad, Nest, check_grad, shapes, take, way_to_run
-from allgrad.ragged import Cut, apart, even, together
+from allgrad.collectives.repeated import recall, remember
+from allgrad.ragged import Cut, apart, even, plain, together
 from allgrad.transforms import apply
 
 if TYPE_CHECKING:
@@ -54,28 +55,30 @@ def all_reduce(
 
     Cost: one collective each way; two for a large ``min``, ``max``, ``prod`` or ``logsumexp``.
     """
+    known = None if async_op else recall("all_reduce", x, group, op, grad)
+    if known is not None:
+        return apply(known, (x,), stop=grad == "none")[0]  # type: ignore[arg-type, return-value]
     ranks = wire.resolve("all_reduce", group, lambda: f"op={op}, grad={grad}, {shapes(x)}")
     check_grad("all_reduce", grad)
     taken = take("all_reduce", x)
     found = [reductions.find("all_reduce", op, t.dtype) for t in taken.tensors]
-    return taken.run(
-        lambda which, xs: _all_reduce(ranks, found[which[0]], xs, grad, async_op),
-        async_op=async_op,
-    )
 
-
-def _all_reduce(
-    ranks: Group,
-    reduction: reductions.Reduction,
-    xs: Sequence[Tensor],
-    grad: Grad,
-    async_op: bool,
-) -> Any:
-    stop = grad == "none"
-    if reduction.linear:
+    def run(which: list[int], xs: list[Tensor]) -> Any:
+        reduction = found[which[0]]
+        if not reduction.linear:
+            return _reduce_pieces(ranks, reduction, xs, grad)
         divided_by = 1 if reduction.name == "sum" else ranks.size
         pair = _once_pair(ranks, divided_by) if grad == "same" else _sum_pair(ranks, divided_by)
-        return way_to_run(async_op)(pair, xs, stop=stop)
+        remember(pair, "all_reduce", x, group, op, grad)
+        return way_to_run(async_op)(pair, xs, stop=grad == "none")
+
+    return taken.run(run, async_op=async_op)
+
+
+def _reduce_pieces(
+    ranks: Group, reduction: reductions.Reduction, xs: Sequence[Tensor], grad: Grad
+) -> Any:
+    stop = grad == "none"
     make_pair = once_pair if grad == "same" else gather_pair
     if sum(x.numel() * x.element_size() for x in xs) * ranks.size <= _WHOLE_PIECES_UP_TO:
         rows = Cut((0,) * len(xs), ((1,) * ranks.size,) * len(xs))
@@ -110,7 +113,7 @@ def share(x: Nest, *, group: GroupLike = None, async_op: bool = False) -> Nest:
 
 def _sum_pair(ranks: Group, divided_by: int) -> AdjointPair:
     def reduce(xs: Sequence[Tensor]) -> list[Tensor]:
-        return _divided(wire.all_reduce(ranks, together(xs)), xs, divided_by)
+        return _reduced(ranks, xs, divided_by)
 
     return AdjointPair("all_reduce", "all_reduce", reduce, reduce)
 
@@ -122,7 +125,7 @@ def _once_pair(ranks: Group, divided_by: int) -> AdjointPair:
         return [x if divided_by == 1 else x / divided_by for x in xs]
 
     def reduce(xs: Sequence[Tensor]) -> list[Tensor]:
-        return _divided(wire.all_reduce(ranks, together(xs)), xs, divided_by)
+        return _reduced(ranks, xs, divided_by)
 
     def reduce_once(xs: Sequence[Tensor]) -> list[Tensor]:
         return _divided(graph_wire.sum_once(together(xs), ranks.name), xs, divided_by)
@@ -132,6 +135,13 @@ def _once_pair(ranks: Group, divided_by: int) -> AdjointPair:
 
     traced = (reduce_once, share) if ranks.size > 1 else None
     return AdjointPair("all_reduce", "share", reduce, hand_over, traced)
+
+
+def _reduced(ranks: Group, xs: Sequence[Tensor], by: int) -> list[Tensor]:
+    if len(xs) > 1:
+        return _divided(wire.all_reduce(ranks, together(xs)), xs, by)
+    total = wire.all_reduce(ranks, plain(xs[0]))
+    return [total if by == 1 else total.div_(by)]
 
 
 def _divided(fresh: Tensor, xs: Sequence[Tensor], by: int) -> list[Tensor]:
