@@ -20,51 +20,62 @@ from allgrad.testing import run_ranks
 
 ROW = 256  # bytes
 EXCHANGE = 96 * 8  # bytes to each other rank, when sizes are found out
-MOVERS = (
-    *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor"),
-    *("reduce_scatter", "reduce_scatter_tensor", "all_to_all_single", "isend", "irecv"),
-    *("all_to_all", "gather", "scatter", "send", "recv", "batch_isend_irecv"),
-)
+# What a process group calls them, and what they are called here.
+MOVERS = {
+    "allreduce": "all_reduce",
+    "broadcast": "broadcast",
+    "alltoall_base": "all_to_all_single",
+    "all_to_all_single": "all_to_all_single",
+    "send": "isend",
+    "recv": "irecv",
+    "_allgather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+    **{name: name for name in ("allgather", "gather", "scatter", "reduce", "reduce_scatter")},
+    **{name: name for name in ("alltoall", "_reduce_scatter_base", "reduce_scatter_single")},
+    **{name: name for name in ("allreduce_coalesced", "allgather_coalesced", "recv_anysource")},
+}
 
 
 class Traffic:
-    """Counts this rank's calls of torch.distributed, and the bytes to and from other ranks."""
+    """Counts this rank's calls of its process group, and the bytes to and from other ranks."""
 
     def __enter__(self):
         self.calls, self.sent, self.received = Counter(), 0, 0
-        self.real = {name: getattr(dist, name) for name in MOVERS}
-        for name in MOVERS:
-            setattr(dist, name, self.counting(name))
+        names = [name for name in MOVERS if hasattr(dist.ProcessGroup, name)]
+        self.real = {name: getattr(dist.ProcessGroup, name) for name in names}
+        self.kept = {name: vars(dist.ProcessGroup)[name] for name in names}
+        for name in names:
+            setattr(dist.ProcessGroup, name, self.counting(name))
         return self
 
     def __exit__(self, *_):
-        for name, call in self.real.items():
-            setattr(dist, name, call)
+        for name, call in self.kept.items():
+            setattr(dist.ProcessGroup, name, call)
 
     def counting(self, name):
-        def call(*args, **options):
-            self.calls[name] += 1
+        def call(group, *args, **options):
+            self.calls[MOVERS[name]] += 1
             sent, received = self.moved(name, *args, **options)
             self.sent += sent
             self.received += received
-            return self.real[name](*args, **options)
+            return self.real[name](group, *args, **options)
 
         return call
 
-    def moved(self, name, x, *args, group_src=None, **_):
+    def moved(self, name, x, *args, **_):
         rank = dist.get_rank()
-        if name == "all_to_all_single":
-            _, into, sent = args
+        if MOVERS[name] == "all_to_all_single":
+            _, into, sent, *_ = args
             assert x.dtype == torch.uint8
             return sum(sent) - sent[rank], sum(into) - into[rank]
+        if MOVERS[name] == "all_gather_into_tensor":
+            return 0, 0
+        (x,) = x
         if name == "broadcast":
-            return (x.nbytes, 0) if group_src == rank else (0, x.nbytes)
-        return {
-            "all_gather_into_tensor": (0, 0),
-            "isend": (x.nbytes, 0),
-            "irecv": (0, x.nbytes),
-            "all_reduce": (x.nbytes, x.nbytes),
-        }[name]
+            return (x.nbytes, 0) if args[0].rootRank == rank else (0, x.nbytes)
+        return {"send": (x.nbytes, 0), "recv": (0, x.nbytes), "allreduce": (x.nbytes, x.nbytes)}[
+            name
+        ]
 
     def __eq__(self, cost):
         return (dict(self.calls), self.sent, self.received) == cost
