@@ -27,9 +27,7 @@ def even(total: int, parts: int) -> tuple[int, ...]:
 
 def plain(x: Tensor) -> Tensor:
     """Return ``x`` as real contiguous memory, copied only if it is not that already."""
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
-    return x.contiguous()
+    return x.resolve_conj().resolve_neg().contiguous()
 
 
 def together(xs: Sequence[Tensor]) -> Tensor:

@@ -92,6 +92,8 @@ def all_reduce(group: Group, x: Tensor) -> Tensor:
     if _stays_here(group, x):
         return x.clone()
     if graph_wire.in_graph(x):
+        if x.dim() == 1:
+            return graph_wire.all_reduce(x, group.name)
         return graph_wire.all_reduce(x.view(-1), group.name).view(x.shape)
     return _watched(
         group, lambda: Planned("all_reduce", x.dtype, x.device, x.numel()), _all_reduce, x

@@ -138,10 +138,9 @@ def _once_pair(ranks: Group, divided_by: int) -> AdjointPair:
 
 
 def _reduced(ranks: Group, xs: Sequence[Tensor], by: int) -> list[Tensor]:
-    if len(xs) > 1:
-        return _divided(wire.all_reduce(ranks, together(xs)), xs, by)
-    total = wire.all_reduce(ranks, plain(xs[0]))
-    return [total if by == 1 else total.div_(by)]
+    if len(xs) == 1 and by == 1:
+        return [wire.all_reduce(ranks, plain(xs[0]))]
+    return _divided(wire.all_reduce(ranks, together(xs)), xs, by)
 
 
 def _divided(fresh: Tensor, xs: Sequence[Tensor], by: int) -> list[Tensor]:
