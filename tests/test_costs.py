@@ -66,8 +66,8 @@ class Traffic:
         rank = dist.get_rank()
         if MOVERS[name] == "all_to_all_single":
             _, into, sent, *_ = args
-            assert x.dtype == torch.uint8
-            return sum(sent) - sent[rank], sum(into) - into[rank]
+            width = x.element_size()
+            return width * (sum(sent) - sent[rank]), width * (sum(into) - into[rank])
         if MOVERS[name] == "all_gather_into_tensor":
             return 0, 0
         (x,) = x
@@ -111,11 +111,9 @@ def broadcast(n, r, _):
     return {"broadcast": 1}, *((n[r], 0) if r == 1 else (0, n[r]))
 
 
-def reduce(n, r, large):
+def reduce(n, r, _):
     sent, received = (0, (len(n) - 1) * n[r]) if r == 1 else (n[r], 0)
-    if large:
-        return ({"irecv": len(n) - 1} if r == 1 else {"isend": 1}), sent, received
-    return {"all_to_all_single": 1}, sent, received
+    return ({"irecv": len(n) - 1} if r == 1 else {"isend": 1}), sent, received
 
 
 def gather(n, r, _):
@@ -203,7 +201,7 @@ EQUAL = {
 def rows_by_rank(world, large, ragged):
     """A few rows, or some more than what plans call small."""
     rows, scale = ((2, 1, 3, 0), 1) if ragged else ((12,) * 4, 1 / 8)
-    factor = int(scale * plans.SMALL) // ROW if large else 1
+    factor = int(scale * plans.EXCHANGE_UP_TO) // ROW if large else 1
     return tuple(factor * count for count in rows[:world])
 
 

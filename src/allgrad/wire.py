@@ -8,7 +8,7 @@ gathers, scatters or permutes is an ``all_to_all`` with the right counts.
 from __future__ import annotations
 
 import time
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -41,13 +41,13 @@ __all__ = [
     "watch",
 ]
 
-_SUMMED_BY_BACKENDS = frozenset(
+_KNOWN_TO_BACKENDS = frozenset(
     {
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        *(torch.complex64, torch.complex128),
         *(torch.int8, torch.uint8, torch.int32, torch.int64),
     }
 )
+_SUMMED_BY_BACKENDS = _KNOWN_TO_BACKENDS | {torch.complex64, torch.complex128}
 
 
 class Planned(NamedTuple):
@@ -73,6 +73,15 @@ def _options(kind: Any) -> tuple[Any, Any]:
 # The calls that small messages take go to the process group itself: on the way through
 # torch.distributed's functions they would spend half of their time.
 _SUMS, _EXCHANGES = _options(dist.AllreduceOptions), _options(dist.AllToAllOptions)
+
+
+@lru_cache(maxsize=1024)
+def _broadcasts(src: int) -> tuple[Any, Any]:
+    both = _options(dist.BroadcastOptions)
+    for options in both:
+        options.rootRank = src
+    return both
+
 
 # Renamed in torch 2.13, where the old names warn.
 _GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -211,18 +220,14 @@ def _broadcast(group: Group, x: Tensor, src: int) -> Tensor:
 
 
 def _overwrite(group: Group, x: Tensor, src: int) -> Tensor:
-    sent = _as_bytes(x)
-
-    def start(later: bool) -> Any:
-        return dist.broadcast(sent, group_src=src, group=group.process_group, async_op=later)
-
-    _run(group, start)
+    moved, _ = _moved(x)
+    _run(group, lambda later: _carrier(group).broadcast([moved], _broadcasts(src)[later]))
     return x
 
 
 def _reduce(group: Group, x: Tensor, dst: int) -> Tensor:
     on_host = x.device.type == "cpu"
-    way = plans.reduce(group.backend(x.device), x.nbytes, on_host=on_host)
+    way = plans.reduce(group.backend(x.device), on_host=on_host)
     here = group.rank == dst
     if way == "backend" and x.dtype in _SUMMED_BY_BACKENDS:
         out = x.clone()
@@ -233,7 +238,8 @@ def _reduce(group: Group, x: Tensor, dst: int) -> Tensor:
         peers = [rank for rank in range(group.size) if rank != dst]
         if here:
             return _add_from(group, x, [(None, peer) for peer in peers])
-        _finish(group, lambda: [_send(group, x, dst)])
+        if x.numel():
+            _finish(group, lambda: [_send(group, x, dst)])
         return torch.zeros_like(x)
     n = x.numel()
     send = [n if rank == dst else 0 for rank in range(group.size)]
@@ -243,9 +249,8 @@ def _reduce(group: Group, x: Tensor, dst: int) -> Tensor:
 
 def _all_to_all(group: Group, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     out = x.new_empty(sum(receive))
-    width = x.element_size()
-    into, sent = [n * width for n in receive], [n * width for n in send]
-    blocks = _as_bytes(out), _as_bytes(x), into, sent
+    (into, width), (sent, _) = _moved(out), _moved(x)
+    blocks = into, sent, [n * width for n in receive], [n * width for n in send]
     _run(group, lambda later: _carrier(group).alltoall_base(*blocks, _EXCHANGES[later]))
     return out
 
@@ -255,25 +260,26 @@ def _all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
     if way == "copies":
         return _all_to_all(group, x.repeat(group.size), [x.numel()] * group.size, counts)
     out = x.new_empty(sum(counts))
+    (into, width), (sent, _) = _moved(out), _moved(x)
     if way == "backend":
-        ends = _as_bytes(out), _as_bytes(x)
-        call = partial(_GATHER, *ends, group=group.process_group)
+        call = partial(_GATHER, into, sent, group=group.process_group)
         _run(group, lambda later: call(async_op=later))
         return out
-    blocks = list(_as_bytes(out).split([count * x.element_size() for count in counts]))
+    blocks = list(into.split([count * width for count in counts]))
     if way == "backend_list":
-        listed = partial(dist.all_gather, blocks, _as_bytes(x), group=group.process_group)
-        _run(group, lambda later: listed(async_op=later))
-    else:
-        blocks[group.rank].copy_(_as_bytes(x))
-        _finish(
-            group,
-            lambda: [
-                dist.broadcast(block, group_src=rank, group=group.process_group, async_op=True)
-                for rank, block in enumerate(blocks)
-                if block.numel()
-            ],
-        )
+        call = partial(dist.all_gather, blocks, sent, group=group.process_group)
+        _run(group, lambda later: call(async_op=later))
+        return out
+    blocks[group.rank].copy_(sent)
+    start = _carrier(group).broadcast
+    _finish(
+        group,
+        lambda: [
+            start([block], _broadcasts(rank)[True])
+            for rank, block in enumerate(blocks)
+            if block.numel()
+        ],
+    )
     return out
 
 
@@ -319,11 +325,11 @@ def _carrier(group: Group) -> Any:
 
 
 def _send(group: Group, x: Tensor, to: int) -> Any:
-    return dist.isend(_as_bytes(x), group_dst=to, group=group.process_group)
+    return _carrier(group).send([_moved(x)[0]], to, 0)
 
 
 def _receive(group: Group, into: Tensor, source: int) -> Any:
-    return dist.irecv(_as_bytes(into), group_src=source, group=group.process_group)
+    return _carrier(group).recv([_moved(into)[0]], source, 0)
 
 
 def _run(group: Group, start: Callable[[bool], Any]) -> None:
@@ -353,7 +359,13 @@ def _finish(group: Group, start: Callable[[], Sequence[Any]]) -> None:
         raise waiting.explain(group, error, time.monotonic() - began) from error
 
 
-def _as_bytes(x: Tensor) -> Tensor:
-    # Moving needs no arithmetic: as bytes every dtype travels on every backend, bit for bit
-    # (test_every_dtype_travels). A single element counts as contiguous whatever its stride.
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+def _moved(x: Tensor) -> tuple[Tensor, int]:
+    """What backends can move of ``x``, and how many of its elements make one of those of ``x``.
+
+    Moving needs no arithmetic: as bytes every dtype travels on every backend, bit for bit
+    (test_every_dtype_travels).
+    """
+    if x.dtype in _KNOWN_TO_BACKENDS:
+        return x, 1
+    # A single element counts as contiguous whatever its stride.
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8), x.element_size()
