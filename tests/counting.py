@@ -16,12 +16,12 @@ class Counted:
         return self.calls
 
     def counting(self, name):
-        def call(*args):
+        def call(*args, **options):
             if self.depth == 0:
                 self.calls.append(name)
             self.depth += 1
             try:
-                return self.real[name](*args)
+                return self.real[name](*args, **options)
             finally:
                 self.depth -= 1
 

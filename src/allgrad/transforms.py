@@ -78,11 +78,13 @@ def unlinked(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     caller (y /= 2), so the results are unlinked from their bases. What is handed through as it is
     stays linked to its input.
     """
-    return tuple([_unlink(y, xs) if y._is_view() else y for y in pair.forward(xs)])  # noqa: SLF001
-
-
-def _unlink(y: Tensor, xs: Sequence[Tensor]) -> Tensor:
-    return y if any(y is x for x in xs) else torch.ops.aten._unsafe_view(y, y.shape)  # noqa: SLF001
+    given = set(map(id, xs))
+    return tuple(
+        [
+            torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() and id(y) not in given else y  # noqa: SLF001
+            for y in pair.forward(xs)
+        ]
+    )
 
 
 def is_plain_autograd() -> bool:
@@ -101,7 +103,8 @@ def needs_graph(xs: Sequence[Tensor]) -> bool:
 
 def _plain(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     # What is handed through as it is: the caller's own leaf would still require grad.
-    return tuple(y.detach() if any(y is x for x in xs) else y for y in pair.forward(xs))
+    given = set(map(id, xs))
+    return tuple([y.detach() if id(y) in given else y for y in pair.forward(xs)])
 
 
 def _run(function: type[_Apply], pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -96,8 +96,11 @@ def watch(watcher: Callable[[Group, Planned], AbstractContextManager[None]] | No
     _watcher = watcher
 
 
-def all_reduce(group: Group, x: Tensor) -> Tensor:
-    """Sum over ranks, on every rank; of contiguous memory in any shape."""
+def all_reduce(group: Group, x: Tensor, *, scratch: bool = False) -> Tensor:
+    """Sum over ranks, on every rank; of contiguous memory in any shape.
+
+    ``scratch`` gives ``x`` away: the result may take its memory.
+    """
     if _stays_here(group, x):
         return x.clone()
     if graph_wire.in_graph(x):
@@ -105,7 +108,7 @@ def all_reduce(group: Group, x: Tensor) -> Tensor:
             return graph_wire.all_reduce(x, group.name)
         return graph_wire.all_reduce(x.view(-1), group.name).view(x.shape)
     return _watched(
-        group, lambda: Planned("all_reduce", x.dtype, x.device, x.numel()), _all_reduce, x
+        group, lambda: Planned("all_reduce", x.dtype, x.device, x.numel()), _all_reduce, x, scratch
     )
 
 
@@ -204,12 +207,12 @@ def _now(
         return move(group, *args)
 
 
-def _all_reduce(group: Group, x: Tensor) -> Tensor:
+def _all_reduce(group: Group, x: Tensor, scratch: bool = False) -> Tensor:
     if x.dtype not in _SUMMED_BY_BACKENDS:
         counts = even(x.numel(), group.size)
         own = _reduce_scatter(group, x.view(-1), counts)
         return _all_gather(group, own, counts).view(x.shape)
-    out = x.clone()
+    out = x if scratch else x.clone()
     summed = [torch.view_as_real(out) if x.is_complex() else out]
     _run(group, lambda later: _carrier(group).allreduce(summed, _SUMS[later]))
     return out

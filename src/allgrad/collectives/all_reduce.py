@@ -140,7 +140,8 @@ def _once_pair(ranks: Group, divided_by: int) -> AdjointPair:
 def _reduced(ranks: Group, xs: Sequence[Tensor], by: int) -> list[Tensor]:
     if len(xs) == 1 and by == 1:
         return [wire.all_reduce(ranks, plain(xs[0]))]
-    return _divided(wire.all_reduce(ranks, together(xs)), xs, by)
+    joined = len(xs) > 1  # then what travels is a copy already
+    return _divided(wire.all_reduce(ranks, together(xs), scratch=joined), xs, by)
 
 
 def _divided(fresh: Tensor, xs: Sequence[Tensor], by: int) -> list[Tensor]:

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
+from torch._utils import _unflatten_dense_tensors
 
 from allgrad.module_state.facts import as_bytes
 
@@ -36,14 +37,13 @@ class Bucket:
             return as_bytes(self.tensors[0])
         flat = self.empty()
         for part, run in self._runs(flat):
-            torch.cat([x.reshape(-1) for x in run], out=part)
+            torch._foreach_copy_(_places(part, run), run)
         return flat
 
     def unpack(self, flat: Tensor) -> None:
         """Write the bytes into the tensors, whatever their strides."""
         for part, run in self._runs(flat):
-            values = part.split([x.numel() for x in run])
-            torch._foreach_copy_(run, [v.view(x.shape) for v, x in zip(values, run, strict=True)])
+            torch._foreach_copy_(run, _places(part, run))
 
     def empty(self) -> Tensor:
         """Memory for the bytes of all."""
@@ -57,6 +57,11 @@ class Bucket:
             end = start + sum(x.nbytes for x in run)
             yield flat[start:end].view(dtype), run
             start = end
+
+
+def _places(part: Tensor, run: list[Tensor]) -> list[Tensor]:
+    """Where each of the tensors lies in the packed part: views, made in one call."""
+    return list(_unflatten_dense_tensors(part, run))
 
 
 def buckets(tensors: Sequence[Tensor], limit: int) -> list[Bucket]:
