@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -70,17 +71,19 @@ def buckets(tensors: Sequence[Tensor], limit: int) -> list[Bucket]:
     Those that are larger are alone in theirs; those without elements are in none. Wide dtypes go
     first, so that each begins where its elements may begin (test_mixed_dtypes_leave_no_gaps).
     """
-    kinds: dict[torch.device, dict[torch.dtype, list[tuple[Tensor, int]]]] = {}
-    looks = map(attrgetter("device", "dtype", "nbytes"), tensors)
-    for x, (device, dtype, nbytes) in zip(tensors, looks, strict=True):
+    kinds: defaultdict[tuple[torch.device, torch.dtype], list[tuple[Tensor, int]]]
+    kinds = defaultdict(list)
+    looks = map(attrgetter("device", "dtype"), tensors)
+    for x, look, nbytes in zip(tensors, looks, map(attrgetter("nbytes"), tensors), strict=True):
         if nbytes:
-            kinds.setdefault(device, {}).setdefault(dtype, []).append((x, nbytes))
+            kinds[look].append((x, nbytes))
     found = []
-    for by_dtype in kinds.values():
+    for device in dict.fromkeys(device for device, _ in kinds):
         held: list[Tensor] = []
         total = 0
-        for dtype in sorted(by_dtype, key=lambda dtype: (-dtype.itemsize, str(dtype))):
-            for x, nbytes in by_dtype[dtype]:
+        dtypes = [dtype for other, dtype in kinds if other == device]
+        for dtype in sorted(dtypes, key=lambda dtype: (-dtype.itemsize, str(dtype))):
+            for x, nbytes in kinds[device, dtype]:
                 if held and total + nbytes > limit:
                     found.append(Bucket(tuple(held), total))
                     held, total = [], 0

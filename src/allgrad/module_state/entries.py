@@ -118,10 +118,14 @@ def _by_name(found: Iterable[Entry]) -> list[Entry]:
 
 
 def _of_module(module: nn.Module) -> Iterator[Entry]:
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        yield Entry(name, "parameter", parameter)
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        yield Entry(name, "buffer", buffer)
+    # named_parameters() would look up every tensor it has seen, though all are wanted here.
+    kinds: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for kind, where in kinds:
+            for name, value in getattr(part, where).items():
+                if value is not None:
+                    yield Entry(prefix + name, kind, value)
 
 
 def _entry(name: str, value: object) -> Entry:
