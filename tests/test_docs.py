@@ -1,5 +1,6 @@
 """The examples in README.md and docs/ are executed: on three ranks, or alone where they say so."""
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -51,6 +52,16 @@ def test_every_python_block_is_one_of_the_two():
 def test_the_collectives_page_is_what_the_docstrings_say():
     scope = runpy.run_path(str(ROOT / "docs" / "render.py"))
     assert scope["PAGE"].read_text() == scope["render"](), "run: python docs/render.py"
+
+
+def test_the_performance_page_shows_the_figures_kept_beside_it():
+    scope = runpy.run_path(str(ROOT / "docs" / "render_performance.py"))
+    figures = json.loads(scope["FIGURES"].read_text())
+    shown = scope["PLACE"].search(scope["PAGE"].read_text())
+    assert shown[0] == scope["table"](figures), "run: python docs/render_performance.py"
+    assert all(
+        way["wrong"] == "" for c in figures for n, way in c["ways"].items() if "allgrad" in n
+    )
 
 
 def test_relative_links_lead_somewhere():
