@@ -10,7 +10,7 @@ from torch import func
 from torch._dynamo.backends.common import aot_autograd
 
 import allgrad as ag
-from calls import CALLS, KINDS, Place
+from calls import CALLS, Place
 from differentiation import Through
 from exactness import leaf, random, same
 from places import on
@@ -41,19 +41,9 @@ def check_as_eager(fn, *inputs, backend="aot_eager", **options):
                     same(a.grad, b.grad, "the gradient")
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", CALLS)
 def test_in_a_graph_as_eager(rank, world, name):
-    check_in_a_graph(rank, world, name)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", KINDS)
-def test_in_a_graph_as_eager_on_two_ranks(rank, world, name):
-    check_in_a_graph(rank, world, name)
-
-
-def check_in_a_graph(rank, world, name):
     case = Through(CALLS[name], Place(rank, world, sizes_given=True))
     check_as_eager(case.function, case.values[case.mine])
 
