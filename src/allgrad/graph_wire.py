@@ -82,10 +82,10 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], name: str
     )
 
 
-def all_gather(x: Tensor, counts: Sequence[int], name: str, *, copies: bool = False) -> Tensor:
-    """Every rank's block, in rank order, on every rank; by a copy for each if they differ, or so asked."""
+def all_gather(x: Tensor, counts: Sequence[int], name: str) -> Tensor:
+    """Every rank's block, in rank order, on every rank; by a copy for each if they differ."""
     world = len(counts)
-    if all(count == counts[0] for count in counts) and not copies:
+    if all(count == counts[0] for count in counts):
         return _as_real(x, lambda t, _: _OPS.all_gather(t, _ANCHOR, world, name))
     return all_to_all(x.repeat(world), [x.shape[0]] * world, counts, name)
 
@@ -153,10 +153,29 @@ def _wait(started: Any) -> Tensor:
     return done
 
 
-def _rank_in(group: str) -> int:
+def _named(group: str) -> Any:
     resolve: Callable[[str], Any] = torch._C._distributed_c10d._resolve_process_group  # type: ignore[assignment]  # noqa: SLF001
-    rank: int = resolve(group).rank()
+    return resolve(group)
+
+
+def _rank_in(group: str) -> int:
+    rank: int = _named(group).rank()
     return rank
+
+
+def _gathered(x: Tensor, counts: Sequence[int], group: str) -> Tensor:
+    world = len(counts)
+    if all(count == counts[0] for count in counts) and not _gather_crashes(x, group):
+        return _wait(_C10D.all_gather_into_tensor(x, world, group))
+    copies = x.repeat(world, *(1 for _ in x.shape[1:]))
+    return _wait(_C10D.all_to_all_single(copies, counts, [x.shape[0]] * world, group))
+
+
+def _gather_crashes(x: Tensor, group: str) -> bool:
+    """On tensors of a GPU, Gloo's functional all_gather ends the process (torch 2.11)."""
+    if x.device.type == "cpu":
+        return False
+    return bool(_named(group)._get_backend(x.device).name() == "gloo")  # noqa: SLF001
 
 
 def _op(schema: str, adjoint: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], None]:
@@ -248,7 +267,7 @@ def _(x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
     lambda *args: _OPS.reduce_scatter(*args),  # noqa: PLW0108
 )
 def _(x: Tensor, world: int, group: str) -> Tensor:
-    return _wait(_C10D.all_gather_into_tensor(x, world, group))
+    return _gathered(x, [x.shape[0]] * world, group)
 
 
 @_op(
@@ -274,11 +293,7 @@ def _(x: Tensor, group: str) -> Tensor:  # noqa: ARG001
     lambda *args: _OPS.keep_block(*args),  # noqa: PLW0108
 )
 def _(x: Tensor, counts: list[int], rank: int, group: str) -> Tensor:  # noqa: ARG001
-    world = len(counts)
-    if all(count == counts[0] for count in counts):
-        return _wait(_C10D.all_gather_into_tensor(x, world, group))
-    copies = x.repeat(world)
-    return _wait(_C10D.all_to_all_single(copies, counts, [x.shape[0]] * world, group))
+    return _gathered(x, counts, group)
 
 
 @_op(

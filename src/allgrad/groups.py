@@ -31,7 +31,6 @@ __all__ = [
     "message_device",
     "reference",
     "resolve",
-    "traced_backend",
     "world_rank",
     "world_store",
 ]
@@ -86,13 +85,6 @@ class Group(NamedTuple):
                 f"for {device.type}."
             ) from error
         return name
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def traced_backend(name: str, kind: str) -> str:
-    """Name the backend of a group for a kind of device, where calls are traced."""
-    found: Any = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]  # noqa: SLF001
-    return str(found._get_backend(torch.device(kind)).name())  # noqa: SLF001
 
 
 def world_store() -> Any:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from allgrad import departures, graph_wire, plans, waiting
-from allgrad.groups import Group, GroupLike, message_device, resolve, traced_backend
+from allgrad.groups import Group, GroupLike, message_device, resolve
 from allgrad.ragged import even
 
 if TYPE_CHECKING:
@@ -154,10 +154,7 @@ def all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
     if _stays_here(group, x):
         return x.clone() if group.size == 1 else x.new_empty(sum(counts))
     if graph_wire.in_graph(x):
-        # On tensors of a GPU, Gloo's functional all_gather ends the process (torch 2.11).
-        kind = x.device.type
-        copies = kind != "cpu" and traced_backend(group.name, kind) == "gloo"
-        return graph_wire.all_gather(x, counts, group.name, copies=copies)
+        return graph_wire.all_gather(x, counts, group.name)
     planned = lambda: Planned("all_gather", x.dtype, x.device, 0, -1, counts)  # noqa: E731
     return _watched(group, planned, _all_gather, x, counts)
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import allgrad as ag
 import allgrad.compat.torch_distributed_nn as compat
 from allgrad.errors import (
     GroupError,
@@ -14,14 +13,7 @@ from allgrad.errors import (
     SizesError,
     TensorError,
 )
-
-
-def raises_everywhere(error, call, *parts):
-    with pytest.raises(error) as caught:
-        call()
-    for part in parts:
-        assert part in str(caught.value), str(caught.value)
-    assert ag.all_gather(torch.tensor([dist.get_rank()])).tolist() == [0, 1, 2]
+from refusals import raises_everywhere
 
 
 @pytest.mark.ranks(3)

@@ -10,6 +10,7 @@ from torch import func
 from torch._dynamo.backends.common import aot_autograd
 
 import allgrad as ag
+from allgrad import graph_wire
 from calls import CALLS, Place
 from differentiation import Through
 from exactness import leaf, random, same
@@ -306,3 +307,27 @@ def test_complex_numbers_in_a_graph(rank):
         return torch.view_as_real(y * y.conj() * 1j + y)
 
     check_as_eager(run, random(((2, 1)[rank], 2), rank))
+
+
+@pytest.mark.ranks(2)
+def test_gathers_by_copies_where_the_functional_op_crashes(rank, monkeypatch):
+    """As on a GPU's tensors over Gloo: forward, counted once, and as a gradient."""
+    monkeypatch.setattr(graph_wire, "_gather_crashes", lambda *_: True)
+    ops = []
+
+    def keep(graph, _):
+        ops.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    def run(x):
+        y = ag.all_gather(x, sizes="equal") + ag.all_gather(x.cos(), sizes="equal", grad="same")
+        return ag.reduce_scatter(y.sin(), sizes="equal")
+
+    x, y = (leaf(random((2, 3), rank)) for _ in range(2))
+    got, want = compiled(run, aot_autograd(fw_compiler=keep))(x), run(y)
+    same(got.detach(), want.detach(), "the value")
+    got.square().sum().backward()
+    want.square().sum().backward()
+    same(x.grad, y.grad, "the gradient")
+    assert sum("all_to_all_single" in op for op in ops) == 3
+    assert not any("all_gather" in op for op in ops)
