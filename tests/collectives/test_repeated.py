@@ -77,9 +77,10 @@ def test_what_differs_is_looked_at(rank):
 @pytest.mark.ranks(2)
 def test_checked_calls_take_the_long_way(rank):
     x = random((2,), rank)
-    for _ in range(2):
-        ag.all_reduce(x)
-    with ag.checked(), pytest.raises(errors.CollectiveMismatch):
+    for op in ("sum", "mean"):
+        ag.all_reduce(x, op)
+    # Remembered pairs know neither the arguments nor the line they came from.
+    with ag.checked(), pytest.raises(errors.CollectiveMismatch, match="op=mean"):
         ag.all_reduce(x, "sum" if rank else "mean")
 
 
