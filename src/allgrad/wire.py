@@ -122,11 +122,17 @@ def broadcast(group: Group, x: Tensor, src: int) -> Tensor:
     return _watched(group, planned, _broadcast, x, src)
 
 
-def overwrite(group: Group, x: Tensor, src: int) -> None:
-    """Broadcast into ``x`` itself: what it held is gone, except on ``src``."""
-    if group.size > 1:
-        planned = lambda: Planned("broadcast", x.dtype, x.device, x.numel(), src)  # noqa: E731
-        _watched(group, planned, _overwrite, x, src)
+def overwrite(group: Group, x: Tensor, src: int) -> Callable[[], None]:
+    """Start to broadcast into ``x`` itself; what it gives waits for that. Others may start before.
+
+    What ``x`` held is gone, except on ``src``.
+    """
+    if _watcher is None and departures.free():
+        works = _begin(group, lambda: [_start_overwrite(group, x, src, later=True)])
+        return lambda: _end(group, works)
+    planned = lambda: Planned("broadcast", x.dtype, x.device, x.numel(), src)  # noqa: E731
+    _watched(group, planned, _overwrite, x, src)
+    return lambda: None
 
 
 def reduce(group: Group, x: Tensor, dst: int) -> Tensor:
@@ -220,9 +226,12 @@ def _broadcast(group: Group, x: Tensor, src: int) -> Tensor:
 
 
 def _overwrite(group: Group, x: Tensor, src: int) -> Tensor:
-    moved, _ = _moved(x)
-    _run(group, lambda later: _carrier(group).broadcast([moved], _broadcasts(src)[later]))
+    _run(group, lambda later: _start_overwrite(group, x, src, later=later))
     return x
+
+
+def _start_overwrite(group: Group, x: Tensor, src: int, *, later: bool) -> Any:
+    return _carrier(group).broadcast([_moved(x)[0]], _broadcasts(src)[later])
 
 
 def _reduce(group: Group, x: Tensor, dst: int) -> Tensor:
@@ -349,11 +358,22 @@ def _run(group: Group, start: Callable[[bool], Any]) -> None:
 
 def _finish(group: Group, start: Callable[[], Sequence[Any]]) -> None:
     """Start calls, and wait for all of them as long as they may take."""
+    _end(group, _begin(group, start))
+
+
+def _begin(group: Group, start: Callable[[], Sequence[Any]]) -> Sequence[Any]:
     waiting.introduce(group)
-    began = time.monotonic()
     try:
         waiting.limit(group)
-        for work in start():
+        return start()
+    except RuntimeError as error:
+        raise waiting.explain(group, error, 0.0) from error
+
+
+def _end(group: Group, works: Sequence[Any]) -> None:
+    began = time.monotonic()
+    try:
+        for work in works:
             waiting.wait(group, work)
     except RuntimeError as error:
         raise waiting.explain(group, error, time.monotonic() - began) from error

@@ -56,8 +56,8 @@ class Mixed(nn.Module):
 
 def counted(monkeypatch):
     calls = []
-    broadcast = wire.overwrite
-    monkeypatch.setattr(wire, "overwrite", lambda *args: calls.append(args[1]) or broadcast(*args))
+    start = wire.overwrite
+    monkeypatch.setattr(wire, "overwrite", lambda *args: calls.append(args[1]) or start(*args))
     return calls
 
 
@@ -97,6 +97,34 @@ def test_training_goes_on_afterwards(rank):
         loss.backward()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("count", [1, 2])
+def test_autograd_sees_what_was_written(rank, count):
+    held = {str(i): torch.full((3,), float(rank), requires_grad=True) for i in range(count)}
+    losses = [x.square().sum() for x in held.values()]
+    versions = [x._version for x in held.values()]
+    sync(held, 1)
+    assert all(
+        (x._version > v) is (rank == 0) for x, v in zip(held.values(), versions, strict=True)
+    )
+    for loss in losses:
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            loss.backward()
+
+
+@pytest.mark.ranks(3)
+def test_buckets_under_way_share_no_memory(rank):
+    state = {f"{i:03}": torch.full((100 + i,), float(rank * 1000 + i)) for i in range(64)}
+    with pytest.MonkeyPatch.context() as patch:
+        calls = counted(patch)
+        sync(state, 1, bucket_mb=2000 / 2**20)
+    assert len({x.data_ptr() for x in calls[:-1]}) == 2
+    assert all(x.eq(1000 + int(i)).all() for i, x in state.items())
+
+
 def one_broadcast_a_bucket(rank, bucket_mb, expected):
     with pytest.MonkeyPatch.context() as patch:
         calls = counted(patch)
@@ -120,7 +148,7 @@ def test_large_tensor_travels_alone_and_uncopied(rank):
         module = nn.ParameterList([torch.full((300,), float(rank)), torch.full((2,), float(rank))])
         sync(module, bucket_mb=1 / 1024)
     assert [x.nbytes for x in calls] == [1200, 8]
-    assert (calls[0].data_ptr() == module[0].data_ptr()) is (rank == 0)
+    assert calls[0].data_ptr() == module[0].data_ptr()
     assert module[0].eq(0).all()
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch._utils import _unflatten_dense_tensors
@@ -21,7 +22,15 @@ if TYPE_CHECKING:
 __all__ = ["Bucket", "buckets"]
 
 
-@dataclass(frozen=True, slots=True)
+class Run(NamedTuple):
+    """Neighbours of one dtype."""
+
+    dtype: torch.dtype
+    tensors: list[Tensor]
+    nbytes: int
+
+
+@dataclass(slots=True)
 class Bucket:
     """Tensors of one device that travel together.
 
@@ -29,40 +38,44 @@ class Bucket:
     packed    [ a a | b | c c c ]           as bytes
     """
 
-    tensors: tuple[Tensor, ...]
-    nbytes: int
+    device: torch.device
+    runs: list[Run] = field(default_factory=list)
+    nbytes: int = 0
 
-    def pack(self) -> Tensor:
-        """The bytes of all; one contiguous tensor alone is not copied."""
-        if len(self.tensors) == 1:
-            return as_bytes(self.tensors[0])
-        flat = self.empty()
-        for part, run in self._runs(flat):
-            torch._foreach_copy_(_places(part, run), run)
-        return flat
+    def add(self, run: Run) -> None:
+        self.runs.append(run)
+        self.nbytes += run.nbytes
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for run in self.runs for x in run.tensors]
+
+    def in_place(self) -> Tensor | None:
+        """The bytes of one contiguous tensor alone, in its own memory."""
+        if len(self.runs) > 1 or len(self.runs[0].tensors) > 1:
+            return None
+        (x,) = self.runs[0].tensors
+        if not x.is_contiguous() or x.is_conj() or x.is_neg():
+            return None
+        return as_bytes(x)
+
+    def pack(self, flat: Tensor) -> None:
+        """Write the bytes of all to ``flat``."""
+        for places, run in self._places(flat):
+            torch._foreach_copy_(places, run.tensors)
 
     def unpack(self, flat: Tensor) -> None:
         """Write the bytes into the tensors, whatever their strides."""
-        for part, run in self._runs(flat):
-            torch._foreach_copy_(run, _places(part, run))
+        for places, run in self._places(flat):
+            torch._foreach_copy_(run.tensors, places)
 
-    def empty(self) -> Tensor:
-        """Memory for the bytes of all."""
-        return torch.empty(self.nbytes, dtype=torch.uint8, device=self.tensors[0].device)
-
-    def _runs(self, flat: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Neighbours of one dtype, and their part of the bytes seen as that dtype."""
+    def _places(self, flat: Tensor) -> Iterator[tuple[list[Tensor], Run]]:
+        """Where each of the tensors lies in the bytes: views, made in one call for each dtype."""
         start = 0
-        for dtype, group in groupby(self.tensors, lambda x: x.dtype):
-            run = list(group)
-            end = start + sum(x.nbytes for x in run)
-            yield flat[start:end].view(dtype), run
-            start = end
-
-
-def _places(part: Tensor, run: list[Tensor]) -> list[Tensor]:
-    """Where each of the tensors lies in the packed part: views, made in one call."""
-    return list(_unflatten_dense_tensors(part, run))
+        for run in self.runs:
+            part = flat[start : start + run.nbytes].view(run.dtype)
+            yield list(_unflatten_dense_tensors(part, run.tensors)), run
+            start += run.nbytes
 
 
 def buckets(tensors: Sequence[Tensor], limit: int) -> list[Bucket]:
@@ -71,23 +84,30 @@ def buckets(tensors: Sequence[Tensor], limit: int) -> list[Bucket]:
     Those that are larger are alone in theirs; those without elements are in none. Wide dtypes go
     first, so that each begins where its elements may begin (test_mixed_dtypes_leave_no_gaps).
     """
-    kinds: defaultdict[tuple[torch.device, torch.dtype], list[tuple[Tensor, int]]]
-    kinds = defaultdict(list)
-    looks = map(attrgetter("device", "dtype"), tensors)
-    for x, look, nbytes in zip(tensors, looks, map(attrgetter("nbytes"), tensors), strict=True):
+    kinds: defaultdict[torch.device, defaultdict[torch.dtype, tuple[list[Tensor], list[int]]]]
+    kinds = defaultdict(lambda: defaultdict(lambda: ([], [])))
+    looks = map(attrgetter("device", "dtype", "nbytes"), tensors)
+    for x, (device, dtype, nbytes) in zip(tensors, looks, strict=True):
         if nbytes:
-            kinds[look].append((x, nbytes))
+            held, lengths = kinds[device][dtype]
+            held.append(x)
+            lengths.append(nbytes)
     found = []
-    for device in dict.fromkeys(device for device, _ in kinds):
-        held: list[Tensor] = []
-        total = 0
-        dtypes = [dtype for other, dtype in kinds if other == device]
-        for dtype in sorted(dtypes, key=lambda dtype: (-dtype.itemsize, str(dtype))):
-            for x, nbytes in kinds[device, dtype]:
-                if held and total + nbytes > limit:
-                    found.append(Bucket(tuple(held), total))
-                    held, total = [], 0
-                held.append(x)
-                total += nbytes
-        found.append(Bucket(tuple(held), total))
+    for device, by_dtype in kinds.items():
+        bucket = Bucket(device)
+        for dtype in sorted(by_dtype, key=lambda dtype: (-dtype.itemsize, str(dtype))):
+            held, lengths = by_dtype[dtype]
+            ends = list(accumulate(lengths))
+            first = sent = 0
+            while first < len(held):
+                last = bisect_right(ends, sent + limit - bucket.nbytes, lo=first)
+                if last == first:
+                    if bucket.runs:
+                        found.append(bucket)
+                        bucket = Bucket(device)
+                        continue
+                    last = first + 1  # larger than a bucket
+                bucket.add(Run(dtype, held[first:last], ends[last - 1] - sent))
+                first, sent = last, ends[last - 1]
+        found.append(bucket)
     return found

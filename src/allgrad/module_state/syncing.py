@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from allgrad import wire
 from allgrad.collectives.arguments import check_rank
 from allgrad.errors import AllgradError, GroupError, InputError, TensorError
-from allgrad.module_state.buckets import buckets
+from allgrad.module_state.buckets import Bucket, buckets
 from allgrad.module_state.differences import differences, mismatch, read, write
 from allgrad.module_state.entries import (
     Entry,
@@ -36,7 +37,7 @@ from allgrad.module_state.facts import (
 from allgrad.module_state.messages import Line, open_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from allgrad.wire import GroupLike
 
@@ -44,6 +45,7 @@ __all__ = ["sync"]
 
 _THE_CALL = "the call"
 _MIB = 2**20
+_AT_ONCE = 2
 
 
 @torch.inference_mode()  # views are cheaper to make than under no_grad
@@ -54,7 +56,7 @@ def sync(
     group: GroupLike = None,
     ignore: Iterable[str] = (),
     buffers: bool = True,
-    bucket_mb: float = 8,
+    bucket_mb: float = 4,
 ) -> None:
     """Give every rank the state that ``src`` has: the values of all parameters and buffers.
 
@@ -76,7 +78,8 @@ def sync(
     device or argument differs, every rank raises ``StateMismatch`` and no rank is changed.
 
     Cost: one small message, then one broadcast for each ``bucket_mb`` MiB, tensors of all dtypes
-    together. A larger tensor travels alone. An optimizer's settings take one message more.
+    together, two at once. A larger tensor travels alone, from its memory to its memory. An
+    optimizer's settings take one message more.
     """
     held: list[Entry] = []
     problem: InputError | None = None
@@ -105,7 +108,7 @@ def _bytes_of_bucket(bucket_mb: object) -> int:
     number = isinstance(bucket_mb, (int, float)) and not isinstance(bucket_mb, bool)
     if not number or not 0 < bucket_mb < math.inf:  # type: ignore[operator]
         raise InputError(
-            f"sync: bucket_mb={bucket_mb!r} is not a size.\nGive the MiB of one message, as 8."
+            f"sync: bucket_mb={bucket_mb!r} is not a size.\nGive the MiB of one message, as 4."
         )
     return max(1, int(bucket_mb * _MIB))  # type: ignore[operator]
 
@@ -153,15 +156,56 @@ def _agree(line: Line, call: str, held: Sequence[Entry], problem: InputError | N
 
 
 def _send_tensors(line: Line, src: int, held: Sequence[Entry], limit: int) -> None:
+    """Send the buckets, two at once: while one travels the next is packed and the last unpacked."""
     tensors, _ = tensors_and_others(held)
     own = [local_piece(entry.value) for entry in tensors if not entry.tied]
-    for bucket in buckets(own, limit):
-        # What the others pass is not read.
-        here = bucket.pack() if line.ranks.rank == src else bucket.empty()
-        carried = here if _carries(line, here.device) else here.to(line.device)
-        wire.overwrite(line.ranks, carried, src)
-        if line.ranks.rank != src:
-            bucket.unpack(carried.to(here.device))
+    all_buckets = buckets(own, limit)
+    packed = _Memory(max((b.nbytes for b in all_buckets if b.in_place() is None), default=0))
+    under_way: deque[Callable[[], None]] = deque()
+    for bucket in all_buckets:
+        if len(under_way) == _AT_ONCE:
+            under_way.popleft()()
+        under_way.append(_start(line, src, bucket, packed))
+    for finish in under_way:
+        finish()
+
+
+class _Memory:
+    """Memory for the buckets under way, used again when they have arrived."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._turns: defaultdict[torch.device, deque[Tensor]] = defaultdict(deque)
+
+    def take(self, bucket: Bucket) -> Tensor:
+        turns = self._turns[bucket.device]
+        if len(turns) < _AT_ONCE:
+            turns.append(torch.empty(self._most, dtype=torch.uint8, device=bucket.device))
+        else:
+            turns.rotate()
+        return turns[-1][: bucket.nbytes]
+
+
+def _start(line: Line, src: int, bucket: Bucket, packed: _Memory) -> Callable[[], None]:
+    """Start to send a bucket; give what ends it."""
+    receives, alone = line.ranks.rank != src, bucket.in_place()
+    flat = packed.take(bucket) if alone is None else alone
+    if alone is None and not receives:  # what the others pass is not read
+        bucket.pack(flat)
+    carried = flat if _carries(line, flat.device) else flat.to(line.device)
+    wait = wire.overwrite(line.ranks, carried, src)
+
+    def finish() -> None:
+        wait()
+        if not receives:
+            return
+        flat.copy_(carried)  # nothing happens if they are the same
+        if alone is None:
+            bucket.unpack(flat)
+        else:
+            torch.autograd.graph.increment_version(bucket.tensors)
+
+    return finish
 
 
 def _carries(line: Line, device: torch.device) -> bool:
