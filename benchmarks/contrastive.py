@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCALE = 20.0
+LOG2E = 1.4426950408889634
 MIB = 2**20
 ENOUGH_MS = 3000
 
@@ -257,13 +258,17 @@ def kernels(pairs: int, widths: list[int]) -> None:
         tiles = CudaTiles(image, text, scale, first_pair=0)
         lse = [x for x in tiles.lse(columns=True) if x is not None]
         weights = Weights(*lse, 0.0, torch.zeros_like(lse[0]))
+        logs = [x * LOG2E for x in lse]
         rows = slice(0, min(tiles.panel, pairs))
         memory = image.new_empty(rows.stop, rows.stop)
         for shape in SHAPES:
-            tiles.sums_shape = tiles.weights_shape = Shape(*shape)
+            tiles.sums_shape = tiles.softmax_shape = Shape(*shape)
             runs = {
                 "sums": (partial(tiles._launch_sums, sums_tile, rows, True), pairs),
-                "weights": (partial(tiles._launch_softmax, weights, rows, rows, memory), rows.stop),
+                "weights": (
+                    partial(tiles._launch_softmax, weights, logs, rows, rows, memory),
+                    rows.stop,
+                ),
             }
             for name, (run, columns) in runs.items():
                 floor = 2 * rows.stop * columns * width / rate

@@ -105,11 +105,12 @@ def test_no_scores_at_all():
 
 
 def test_memory_is_far_below_the_matrix_of_scores():
-    image, text = (x.cuda().requires_grad_() for x in features(32768, 64, torch.bfloat16))
+    pairs = 65536
+    image, text = (x.cuda().requires_grad_() for x in features(pairs, 64, torch.bfloat16))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     clip_loss(image, text, 20.0, sizes="equal").backward()
-    assert torch.cuda.max_memory_allocated() - before < 32768**2 // 4
+    assert torch.cuda.max_memory_allocated() - before < pairs**2 // 8
 
 
 def test_large_loss_scale_keeps_small_gradients_of_float16():

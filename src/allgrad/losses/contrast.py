@@ -30,8 +30,8 @@ from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.errors import ModeError
 from allgrad.losses.blocks import keys_of_all
-from allgrad.losses.narrowing import accumulator, panels
-from allgrad.losses.tiles import Gradients, Weights, tiles_for
+from allgrad.losses.narrowing import accumulator
+from allgrad.losses.tiles import Gradients, Weights, row_dots, tiles_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -286,12 +286,8 @@ class _Pass:
         )
 
     def _pairs(self) -> Tensor:
-        """The scores of this rank's pairs, in panels: float32 of all features would be large."""
-        products = self.scale.new_empty(len(self.q))
-        for rows in panels(len(self.q), 8192):
-            each = self.q[rows].to(self.wide) * self.k[rows].to(self.wide)
-            torch.sum(each, 1, out=products[rows])
-        scores = products.mul_(self.scale)
+        """The scores of this rank's pairs."""
+        scores = row_dots(self.q, self.k).mul_(self.scale)
         return scores if self.bias is None else scores.add_(self.bias)
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from allgrad.losses.tiles import Gradients, Weights
 
-__all__ = ["CudaTiles"]
+__all__ = ["CudaTiles", "row_dots"]
 
 _LOG2E = 1.4426950408889634
 # exp of these and of sums of 2^20 such terms are floats; below the floor terms may have been lost.
@@ -41,6 +41,9 @@ _HIGHEST, _FLOOR = 70.0, -60.0
 
 _SMALL = 1024  # columns of one program that joins logs
 _FEW = 512  # programs of a kernel that seldom has anything to do
+# Products of wide panels are faster; beside the gradients of more keys the memory would be missed.
+_SMALL_KEYS = 2**26
+_DOTS = 8, 256  # rows of one program that multiplies rows, and how much of them at once
 
 
 class Shape(NamedTuple):
@@ -69,8 +72,8 @@ class CudaTiles(Tiles):
     """The same as ``Tiles``. ``state`` are the facts that kernels read."""
 
     panel = 8192
-    sums_shape = Shape(128, 128, 64, 4, 2)
-    weights_shape = Shape(128, 128, 64, 4, 3)
+    sums_shape = softmax_shape = Shape(128, 128, 64, 4, 2)
+    sigmoid_shape = Shape(128, 128, 64, 4, 3)
 
     def __init__(
         self,
@@ -169,11 +172,13 @@ class CudaTiles(Tiles):
     def add_gradients(self, weights: Weights, gain: Tensor, into: Gradients) -> None:
         """Add what these scores give to the gradients, to ``into.queries`` times ``gain``."""
         panel, width = self.panel, self.q.shape[1]
-        memory = self.q.new_empty(min(panel, len(self.q)), min(panel, _up(len(self.k))))
+        wide = panel if self.k.numel() > _SMALL_KEYS else 2 * panel
+        memory = self.q.new_empty(min(panel, len(self.q)), min(wide, _up(len(self.k))))
+        logs = [None if x is None else x * _LOG2E for x in (weights.rows, weights.columns)]
         for rows in panels(len(self.q), panel):
             q = self.q[rows]
             by_query = self.scale.new_zeros(len(q), width)
-            for across, by_key in into.columns(len(self.k), panel):
+            for across, by_key in into.columns(len(self.k), wide):
                 k = self.k[across]
                 weighed = memory[: len(q), : len(k)]
                 if weights.sigmoid:
@@ -181,42 +186,47 @@ class CudaTiles(Tiles):
                     into.softplus += softplus
                     into.bias += total
                 else:
-                    self._launch_softmax(weights, rows, across, weighed)
+                    self._launch_softmax(weights, logs, rows, across, weighed)
                 _add_product(by_query, weighed, k, self.lift)
                 if by_key is not None:
                     _add_product(by_key, weighed.T, q, self.lift)
-            into.scale += (by_query * q).sum()
+            into.scale += row_dots(by_query, q).sum()
             if into.queries is not None:
                 into.queries[rows] += by_query.mul_(gain)
 
-    def _launch_softmax(self, w: Weights, rows: slice, across: slice, weighed: Tensor) -> None:
-        assert w.rows is not None
-        shape, q, k = self.weights_shape, self.aligned_q[rows], self.aligned_k[across]
-        by_row = w.rows[rows] * _LOG2E
-        score_kernels.softmax_tile[shape.grid(len(q), len(k))](
+    def _launch_softmax(
+        self, w: Weights, logs: list[Tensor | None], rows: slice, across: slice, weighed: Tensor
+    ) -> None:
+        by_row, by_column = logs
+        assert by_row is not None
+        shape, q, k = self.softmax_shape, self.aligned_q[rows], self.aligned_k[across]
+        given = (
             TensorDescriptor.from_tensor(q, [shape.tall, shape.deep]),
             TensorDescriptor.from_tensor(k, [shape.wide, shape.deep]),
             self.facts,
-            by_row,
-            by_row if w.columns is None else w.columns[across] * _LOG2E,
-            w.pairs[rows],
+            by_row[rows],
+            by_row if by_column is None else by_column[across],
             TensorDescriptor.from_tensor(weighed, [shape.tall, shape.wide]),
             len(q),
             len(k),
             q.shape[1],
-            self._first_pair(rows, across),
             w.everywhere,
-            COLUMNS=w.columns is not None,
-            SMOOTHED=w.everywhere != 0,
-            LIFT=self.lift,
-            **shape.options(),
         )
+        options = {"SMOOTHED": w.everywhere != 0, "LIFT": self.lift, **shape.options()}
+        columns, (tiles,) = by_column is not None, shape.grid(len(q), len(k))
+        score_kernels.softmax_tile[(tiles,)](*given, COLUMNS=columns, **options)
+        if columns:
+            score_kernels.softmax_tile_of_any_range[(min(tiles, _FEW),)](*given, **options)
+        first = self._first_pair(rows, across)
+        if -len(q) < first < len(k):
+            pairs, start = weighed.diagonal(first), rows.start + max(0, -first)
+            pairs.copy_(w.pairs[start : start + len(pairs)] * self.lift)
 
     def _launch_sigmoid(
         self, rows: slice, across: slice, pairs: Tensor | None, weighed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The sum of log(1 + exp(score)) but for pairs and, if asked for, of the weights it writes."""
-        shape, q, k = self.weights_shape, self.aligned_q[rows], self.aligned_k[across]
+        shape, q, k = self.sigmoid_shape, self.aligned_q[rows], self.aligned_k[across]
         grid = shape.grid(len(q), len(k))
         sums = self.scale.new_zeros(2, *grid)
         score_kernels.sigmoid_tile[grid](
@@ -245,6 +255,17 @@ class CudaTiles(Tiles):
         return (
             -(1 << 30) if self.first_pair is None else self.first_pair + rows.start - across.start
         )
+
+
+def row_dots(a: Tensor, b: Tensor) -> Tensor:
+    """The product of each row of ``a`` with that of ``b``, in float32."""
+    a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
+    dots = a.new_empty(len(a), dtype=torch.float32)
+    if len(a):
+        grid = (triton.cdiv(len(a), _DOTS[0]),)
+        given = a, b, dots, len(a), a.shape[1], a.stride(0), b.stride(0)
+        score_kernels.row_dots[grid](*given, TALL=_DOTS[0], DEEP=_DOTS[1])
+    return dots
 
 
 def _longest(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Triton kernels over tiles of scores: a matrix product, with what is needed of it in the epilogue.
 
-A program computes one tile. Rows are those of a panel of queries, columns all keys. Numbers come
+A program computes one tile, or some in turns. Rows are those of a panel of queries, columns all keys. Numbers come
 in memory, not as arguments, so that nothing waits for the device:
 
     facts   [ scale * log2(e), shift * log2(e), bias, whether the shift fails ]
@@ -18,8 +18,10 @@ import triton.language as tl
 
 __all__ = [
     "join_logs",
+    "row_dots",
     "sigmoid_tile",
     "softmax_tile",
+    "softmax_tile_of_any_range",
     "sums_tile",
     "sums_tile_of_any_range",
     "sums_tile_of_pairs",
@@ -145,34 +147,55 @@ def join_logs(parts, logs, facts, count, length, SMALL: tl.constexpr):
 
 @triton.jit(do_not_specialize=_SIZES)
 def softmax_tile(
-    q, k, facts, row_lse, column_lse, pairs, weights, rows, columns, width, first_pair, everywhere,
+    q, k, facts, row_lse, column_lse, weights, rows, columns, width, everywhere,
     TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr,
     SMOOTHED: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
-    """Weights of a tile of scores, from logs of sums to base 2 and those of pairs, times LIFT."""
+    """Weights of a tile of scores, from logs of sums to base 2, times LIFT; not those of pairs.
+
+    Nothing, if both rows and columns count and the shift failed. With that case and the pairs in
+    mind it would need more registers, and fewer of it would run at once.
+    """
+    if COLUMNS:  # noqa: SIM102  known when compiled, unlike the next
+        if tl.load(facts + 3) != 0:
+            return
     high = tl.cdiv(rows, TALL)
-    down, across = tl.program_id(0) % high, tl.program_id(0) // high
-    tile = _products(q, k, down * TALL, across * WIDE, width, TALL, WIDE, DEEP)
-    row = down * TALL + tl.arange(0, TALL)
-    column = across * WIDE + tl.arange(0, WIDE)
+    row, column = tl.program_id(0) % high * TALL, tl.program_id(0) // high * WIDE
+    tile = _products(q, k, row, column, width, TALL, WIDE, DEEP)
+    at_row, at_column = row + tl.arange(0, TALL), column + tl.arange(0, WIDE)
     scale, shift = tl.load(facts), tl.load(facts + 1)
-    by_row = tl.load(row_lse + row, mask=row < rows, other=0.0)
+    by_row = tl.load(row_lse + at_row, mask=at_row < rows, other=0.0)
     if COLUMNS:
-        by_column = tl.load(column_lse + column, mask=column < columns, other=0.0)
-        if tl.load(facts + 3) == 0:
-            factor = tl.exp2(shift - by_row)[:, None] + tl.exp2(shift - by_column)[None, :]
-            tile = tl.exp2(tile * scale - shift) * factor
-        else:
-            tile *= scale
-            tile = tl.exp2(tile - by_row[:, None]) + tl.exp2(tile - by_column[None, :])
+        by_column = tl.load(column_lse + at_column, mask=at_column < columns, other=0.0)
+        factor = tl.exp2(shift - by_row)[:, None] + tl.exp2(shift - by_column)[None, :]
+        tile = tl.exp2(tile * scale - shift) * factor
     else:
         tile = tl.exp2(tile * scale - by_row[:, None])
     if SMOOTHED:
         tile -= everywhere
-    if _has_pairs(down, across, first_pair, TALL, WIDE):
-        at_pair = tl.load(pairs + row, mask=row < rows, other=0.0)
-        tile = tl.where((row + first_pair)[:, None] == column[None, :], at_pair[:, None], tile)
-    weights.store([down * TALL, across * WIDE], (tile * LIFT).to(weights.dtype))
+    weights.store([row, column], (tile * LIFT).to(weights.dtype))
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def softmax_tile_of_any_range(
+    q, k, facts, row_lse, column_lse, weights, rows, columns, width, everywhere,
+    TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, SMOOTHED: tl.constexpr,
+    LIFT: tl.constexpr,
+):  # fmt: skip
+    """The same without a shift, if it failed; else nothing. Few programs take all tiles in turns."""
+    if tl.load(facts + 3) == 0:
+        return
+    high = tl.cdiv(rows, TALL)
+    for number in range(tl.program_id(0), high * tl.cdiv(columns, WIDE), tl.num_programs(0)):
+        row, column = number % high * TALL, number // high * WIDE
+        tile = _products(q, k, row, column, width, TALL, WIDE, DEEP) * tl.load(facts)
+        at_row, at_column = row + tl.arange(0, TALL), column + tl.arange(0, WIDE)
+        by_row = tl.load(row_lse + at_row, mask=at_row < rows, other=0.0)
+        by_column = tl.load(column_lse + at_column, mask=at_column < columns, other=0.0)
+        tile = tl.exp2(tile - by_row[:, None]) + tl.exp2(tile - by_column[None, :])
+        if SMOOTHED:
+            tile -= everywhere
+        weights.store([row, column], (tile * LIFT).to(weights.dtype))
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -208,3 +231,18 @@ def sigmoid_tile(
             tile = tl.where((row + first_pair)[:, None] == column[None, :], at_pair[:, None], tile)
         weights.store([down * TALL, across * WIDE], (tile * LIFT).to(weights.dtype))
         tl.store(total + tl.program_id(0), tl.sum(tile))
+
+
+@triton.jit(do_not_specialize=(*_SIZES, "a_stride", "b_stride"))
+def row_dots(a, b, dots, rows, width, a_stride, b_stride, TALL: tl.constexpr, DEEP: tl.constexpr):
+    """The products of rows of two matrices, in float32."""
+    row = (tl.program_id(0) * TALL + tl.arange(0, TALL)).to(tl.int64)[:, None]
+    total = tl.zeros((TALL, DEEP), dtype=tl.float32)
+    for at in range(0, width, DEEP):
+        column = at + tl.arange(0, DEEP)[None, :]
+        there = (row < rows) & (column < width)
+        left = tl.load(a + row * a_stride + column, mask=there, other=0.0).to(tl.float32)
+        right = tl.load(b + row * b_stride + column, mask=there, other=0.0).to(tl.float32)
+        total += left * right
+    row = tl.program_id(0) * TALL + tl.arange(0, TALL)
+    tl.store(dots + row, tl.sum(total, 1), mask=row < rows)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Gradients", "Tiles", "Weights", "tiles_for"]
+__all__ = ["Gradients", "Tiles", "Weights", "row_dots", "tiles_for"]
 
 TILE = 512, 1024  # what stays in the caches of a CPU
 
@@ -172,6 +172,19 @@ class Tiles:
         return self.q.new_full((length,), value, dtype=self.dtype)
 
 
+def row_dots(a: Tensor, b: Tensor) -> Tensor:
+    """The product of each row of ``a`` with that of ``b``, summed as sums are."""
+    if _has_kernels(a):
+        from allgrad.losses import cuda_tiles
+
+        return cuda_tiles.row_dots(a, b)
+    dtype = accumulator(a.dtype)
+    dots = a.new_empty(len(a), dtype=dtype)
+    for rows in panels(len(a), 8192):
+        torch.sum(a[rows].to(dtype) * b[rows].to(dtype), 1, out=dots[rows])
+    return dots
+
+
 def tiles_for(
     q: Tensor,
     k: Tensor,
@@ -182,8 +195,12 @@ def tiles_for(
     state: Tensor | None,
 ) -> Tiles:
     """Tiles for these features: kernels of their own for 16 bits on a CUDA device."""
-    if q.is_cuda and q.dtype in {torch.bfloat16, torch.float16}:
+    if _has_kernels(q):
         from allgrad.losses.cuda_tiles import CudaTiles
 
         return CudaTiles(q, k, scale, bias=bias, first_pair=first_pair, state=state)
     return Tiles(q, k, scale, bias=bias, first_pair=first_pair, state=state)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in {torch.bfloat16, torch.float16}
