@@ -383,7 +383,7 @@ def test_registering_a_type_met_before_takes_over() -> None:
 
     assert len(tensors(Met(a_tensor(), a_tensor()))) == 2
     register(Met, lambda met: ([met.x], met.hidden), lambda hidden, c: Met(c[0], hidden))
-    assert len(tensors(Met(a_tensor(), None))) == 1
+    assert len(tensors(Met(a_tensor(), a_tensor()))) == 1
 
 
 def test_registering_twice_or_a_non_type_is_refused() -> None:

@@ -7,6 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import torch
+from torch._utils import _flatten_dense_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +35,8 @@ def together(xs: Sequence[Tensor]) -> Tensor:
     """Whole tensors, one after another, flat. No copy for a single contiguous one."""
     if len(xs) == 1:
         return _flat(plain(xs[0]))
-    return torch.cat([x.reshape(-1) for x in xs])
+    flat: Tensor = _flatten_dense_tensors(xs)
+    return flat
 
 
 def apart(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

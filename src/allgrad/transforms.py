@@ -18,6 +18,7 @@ from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
+from allgrad import graph_wire
 from allgrad.errors import ModeError
 
 if TYPE_CHECKING:
@@ -74,17 +75,14 @@ def order(
 
 
 def unlinked(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run the map. A view made inside an autograd.Function could not be changed in place by the
-    caller (y /= 2), so the results are unlinked from their bases. What is handed through as it is
-    stays linked to its input.
+    """Run the map, below what keeps track of views: a view made inside an autograd.Function could
+    not be changed in place by the caller (y /= 2). What is handed through as it is stays linked.
     """
-    given = set(map(id, xs))
-    return tuple(
-        [
-            torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() and id(y) not in given else y  # noqa: SLF001
-            for y in pair.forward(xs)
-        ]
-    )
+    if graph_wire.in_graph(xs[0]):  # shapes alone, whose ops belong above; there a copy is free
+        ys = pair.forward(xs)
+        return tuple([y.clone() if y._is_view() and all(y is not x for x in xs) else y for y in ys])  # noqa: SLF001
+    with _UNTRACKED():
+        return tuple(pair.forward(xs))
 
 
 def is_plain_autograd() -> bool:
@@ -201,6 +199,7 @@ class _Reverse(torch.autograd.Function):
 # The same as _Reverse.apply outside of torch.func, less what that one does in Python.
 _reverse = super(torch.autograd.Function, _Reverse).apply
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead  # noqa: SLF001
+_UNTRACKED = torch._C._AutoDispatchBelowADInplaceOrView  # noqa: SLF001
 
 
 class _Constant(_Apply):

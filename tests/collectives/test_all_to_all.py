@@ -5,6 +5,7 @@ import torch
 
 import allgrad as ag
 import reference
+from counting import Counted
 from exactness import check_exact, pieces, place, with_layouts
 from places import everywhere, on
 
@@ -49,8 +50,16 @@ def test_all_to_all_of_complex_is_exact():
 @pytest.mark.ranks(3)
 def test_given_receive_sizes_are_used(rank, world):
     send = [row[:world] for row in SEND[:world]]
+    receive = [row[rank] for row in send]
+    x = torch.zeros(sum(send[rank]))
+    with Counted() as calls:
+        ag.all_to_all(x, send_sizes=send[rank], recv_sizes=receive)
+    assert calls == ["all_to_all"]
+    with Counted() as calls:
+        ag.all_to_all(x, send_sizes=send[rank])
+    assert calls == ["all_to_all"] * 2  # the first is about sizes
     check_exact(
-        lambda x: ag.all_to_all(x, send_sizes=send[rank], recv_sizes=[row[rank] for row in send]),
+        lambda x: ag.all_to_all(x, send_sizes=send[rank], recv_sizes=receive),
         lambda xs: reference.all_to_all(xs, 0, send),
         pieces([(sum(row), 2) for row in send]),
     )

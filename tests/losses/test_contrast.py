@@ -5,7 +5,8 @@ import torch
 
 import allgrad as ag
 from allgrad.errors import ModeError
-from allgrad.losses import clip_loss, info_nce, siglip_loss, tiles
+from allgrad.losses import blocks, clip_loss, info_nce, siglip_loss, tiles
+from counting import Counted
 from exactness import place
 from losses.pairs import LOSSES, NEGATIVES, PAIRS, SATURATED, batch, saturated
 from places import on
@@ -65,8 +66,14 @@ def test_ring_is_the_same(rank, world, kind):
 
 @pytest.mark.ranks(3)
 def test_ring_is_chosen_when_the_budget_is_small(rank, world):
-    for name in LOSSES:
-        check(None, name, "ragged", budget=100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "Gathered", None)  # whoever gathers fails
+        for name in LOSSES:
+            check(None, name, "ragged", budget=100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "Ring", None)
+        for name in LOSSES:
+            check(None, name, "ragged")
 
 
 @pytest.mark.parametrize("tile", [(1, 1), (2, 3), (3, 2), (5, 4)])
@@ -78,10 +85,17 @@ def test_tiles_that_fit_nothing_evenly(rank, world, tile):
 
 
 @pytest.mark.ranks(3)
-def test_sizes_given_need_no_message(rank, world):
-    for name in LOSSES:
+def test_sizes_given_spare_a_message(rank, world):
+    for name, (loss, _, options) in LOSSES.items():
         check(None, name, "ragged", sizes=PAIRS["ragged"][:world])
         check(None, name, "equal", sizes="equal")
+        messages = []
+        for sizes in (None, "equal", PAIRS["equal"][:world]):
+            with Counted() as calls:
+                loss(*batch(name, PAIRS["equal"][:world], rank), sizes=sizes, **options)
+            messages.append(len(calls))
+        spared = 0 if loss is info_nce else 1  # how many negatives there are must be told
+        assert [messages[0] - n for n in messages] == [0, spared, spared], name
 
 
 @pytest.mark.ranks(3)

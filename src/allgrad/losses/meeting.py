@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from allgrad.collectives.all_gather import all_gather, split
+from allgrad import wire
+from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError, rank_table
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def meet(
     for one in told:
         joined |= one.wants
     return Meeting(
-        _own_rank(len(told), group),
+        wire.resolve(call, group).rank,
         tuple(one.features[0].vectors for one in told),
         tuple(sum(fact.vectors for fact in one.features[1:]) for one in told),
         joined,
@@ -157,6 +158,7 @@ def _trusting(
     call: str, mine: Told, sizes: Sizes, group: GroupLike, device: torch.device | None
 ) -> Meeting:
     assert sizes is not None
+    ranks = wire.resolve(call, group)
     own = f"  here: {mine}"
     _check(call, [mine], lambda rule, _, advice: f"{rule}\n{own}\n{advice}", somebody=False)
     count = mine.features[0].vectors
@@ -165,13 +167,14 @@ def _trusting(
             raise SizesError(
                 f'{call}: sizes={sizes!r}.\nGive None, "equal", or one size for each rank.'
             )
-        # One message of one number tells how many ranks there are.
-        one = torch.zeros(1, device=device)
-        world = len(all_gather(one, sizes="equal", group=group, grad="none"))
-        pairs = (count,) * world
+        pairs = (count,) * ranks.size
     else:
         pairs = tuple(int(size) for size in sizes)
-    rank = _own_rank(len(pairs), group)
+    if len(pairs) != ranks.size:
+        raise SizesError(
+            f"{call}: {len(pairs)} sizes for {ranks.size} ranks.\nGive one size for each rank."
+        )
+    rank = ranks.rank
     if pairs[rank] != count:
         raise SizesError(
             f"{call}: sizes={list(pairs)} say that rank {rank} holds {pairs[rank]} pairs, but it "
@@ -185,10 +188,6 @@ def _trusting(
         found = all_gather(more, sizes="equal", group=group, grad="none").tolist()
         columns = tuple(a + b for a, b in zip(pairs, found, strict=True))
     return Meeting(rank, pairs, columns, -1 if torch.is_grad_enabled() else 0)
-
-
-def _own_rank(world: int, group: GroupLike) -> int:
-    return int(split(torch.arange(world), sizes="equal", group=group))
 
 
 def _rows(told: Sequence[Told]) -> list[str]:

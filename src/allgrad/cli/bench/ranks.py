@@ -54,14 +54,12 @@ def measure(case: Case, repeats: int, calls: int) -> dict[str, Timed]:
     for repeat in range(repeats):
         turn = repeat % len(names)
         for name in names[turn:] + names[:turn]:
-            barrier()
-            forward = both = 0.0
-            for _ in range(calls):
-                one, all_of_it = _once(ways[name], xs, gs)
-                forward += one / calls
-                both += all_of_it / calls
-            times[name].forward.append(forward)
-            times[name].both.append(both)
+            for back, samples in ((False, times[name].forward), (True, times[name].both)):
+                barrier()
+                began = time.perf_counter()
+                for _ in range(calls):
+                    _once(ways[name], xs, gs, back=back)
+                samples.append((time.perf_counter() - began) / calls)
     return times
 
 
@@ -94,14 +92,11 @@ def _back(way: Way, xs: list[Tensor], ys: list[Tensor], gs: list[Tensor]) -> lis
     return way.backward(gs)
 
 
-def _once(way: Way, xs: list[Tensor], gs: list[Tensor]) -> tuple[float, float]:
-    """Seconds of the forward alone, and with the backward."""
-    began = time.perf_counter()
+def _once(way: Way, xs: list[Tensor], gs: list[Tensor], *, back: bool = True) -> None:
     with torch.set_grad_enabled(way.backward is None):
         ys = way.forward(xs)
-        between = time.perf_counter()
-        _back(way, xs, ys, gs)
-    return between - began, time.perf_counter() - began
+        if back:
+            _back(way, xs, ys, gs)
 
 
 def _wrong(
