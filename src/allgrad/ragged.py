@@ -7,14 +7,14 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import torch
-from torch._utils import _flatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-__all__ = ["Cut", "apart", "even", "nothing", "plain", "together", "zeros"]
+__all__ = ["Cut", "apart", "apart_like", "even", "nothing", "plain", "together", "zeros"]
 
 
 def even(total: int, parts: int) -> tuple[int, ...]:
@@ -39,8 +39,16 @@ def together(xs: Sequence[Tensor]) -> Tensor:
     return flat
 
 
+def apart_like(flat: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
+    """Undo ``together`` of tensors with these shapes, without a copy."""
+    # In one call of torch, which gives tensors without elements another shape.
+    if len(xs) > 1 and not torch.compiler.is_compiling() and all(map(torch.numel, xs)):
+        return list(_unflatten_dense_tensors(flat, xs))
+    return apart(flat, [x.shape for x in xs])
+
+
 def apart(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Undo ``together``, without a copy."""
+    """The same for given shapes."""
     if len(shapes) == 1:
         return [_shaped(flat, shapes[0])]
     parts = flat.split([prod(shape) for shape in shapes])

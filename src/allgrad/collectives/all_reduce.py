@@ -9,7 +9,7 @@ from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.all_gather import gather_pair, once_pair, reduce_pieces
 from allgrad.collectives.arguments import Grad, Nest, check_grad, shapes, take, way_to_run
 from allgrad.collectives.repeated import recall, remember
-from allgrad.ragged import Cut, apart, even, plain, together
+from allgrad.ragged import Cut, apart_like, even, plain, together
 from allgrad.transforms import apply
 
 if TYPE_CHECKING:
@@ -145,4 +145,4 @@ def _reduced(ranks: Group, xs: Sequence[Tensor], by: int) -> list[Tensor]:
 
 
 def _divided(fresh: Tensor, xs: Sequence[Tensor], by: int) -> list[Tensor]:
-    return apart(fresh if by == 1 else fresh.div_(by), [x.shape for x in xs])
+    return apart_like(fresh if by == 1 else fresh.div_(by), xs)

@@ -19,7 +19,7 @@ from allgrad.collectives.arguments import (
 )
 from allgrad.collectives.gather import to_one_pair
 from allgrad.collectives.repeated import recall, remember
-from allgrad.ragged import Cut, apart, together
+from allgrad.ragged import Cut, apart_like, together
 from allgrad.transforms import apply
 
 if TYPE_CHECKING:
@@ -123,11 +123,11 @@ def _reduce(
 def _sum_pair(ranks: Group, root: int, divided_by: int = 1) -> AdjointPair:
     def send(xs: Sequence[Tensor]) -> list[Tensor]:
         out = wire.broadcast(ranks, together(xs), root)
-        return apart(_divide(out, divided_by), [x.shape for x in xs])
+        return apart_like(_divide(out, divided_by), xs)
 
     def collect(xs: Sequence[Tensor]) -> list[Tensor]:
         out = wire.reduce(ranks, together(xs), root)
-        return apart(_divide(out, divided_by), [x.shape for x in xs])
+        return apart_like(_divide(out, divided_by), xs)
 
     return AdjointPair("broadcast", "reduce", send, collect)
 
@@ -138,11 +138,11 @@ def _once_pair(ranks: Group, src: int) -> AdjointPair:
 
     def send_once(xs: Sequence[Tensor]) -> list[Tensor]:
         flat = graph_wire.broadcast_once(together(xs), src, ranks.name)
-        return apart(flat, [x.shape for x in xs])
+        return apart_like(flat, xs)
 
     def keep_on(xs: Sequence[Tensor]) -> list[Tensor]:
         flat = graph_wire.keep_on(together(xs), src, ranks.name)
-        return apart(flat, [x.shape for x in xs])
+        return apart_like(flat, xs)
 
     traced = (send_once, keep_on) if ranks.size > 1 else None
     return AdjointPair("broadcast", "keep on src", _sum_pair(ranks, src).forward, keep, traced)

@@ -11,7 +11,7 @@ from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.all_gather import gather_pair
 from allgrad.collectives.arguments import Nest, shapes, take, way_to_run
 from allgrad.errors import ReductionError
-from allgrad.ragged import Cut, apart, together, zeros
+from allgrad.ragged import Cut, apart_like, together, zeros
 from allgrad.transforms import apply
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _of_nothing(reduction: reductions.Reduction, no_rows: Tensor) -> Tensor:
 
 def _prefix_pair(ranks: Group, exclusive: bool) -> AdjointPair:
     def sums(xs: Sequence[Tensor], step: int) -> list[Tensor]:
-        return apart(_prefix(ranks, together(xs), step, exclusive), [x.shape for x in xs])
+        return apart_like(_prefix(ranks, together(xs), step, exclusive), xs)
 
     return AdjointPair("scan", "suffix scan", lambda xs: sums(xs, 1), lambda xs: sums(xs, -1))
 
