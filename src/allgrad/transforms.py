@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._functorch import eager_transforms
 from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from allgrad import graph_wire
 from allgrad.errors import ModeError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def unlinked(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Run the map, below what keeps track of views: a view made inside an autograd.Function could
     not be changed in place by the caller (y /= 2). What is handed through as it is stays linked.
     """
-    if graph_wire.in_graph(xs[0]):  # shapes alone, whose ops belong above; there a copy is free
+    if isinstance(xs[0], FakeTensor):  # shapes alone, whose ops belong above; there a copy is free
         ys = pair.forward(xs)
         return tuple([y.clone() if y._is_view() and all(y is not x for x in xs) else y for y in ys])  # noqa: SLF001
     with _UNTRACKED():

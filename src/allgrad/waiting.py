@@ -39,6 +39,7 @@ __all__ = [
     "remember",
     "take_back_failure",
     "tell_failure",
+    "usual",
     "wait",
 ]
 
@@ -105,6 +106,11 @@ def listening() -> Generator[dict[Any, Group]]:
 def patient() -> bool:
     """Tell whether calls simply wait: no deadline, nobody to listen to."""
     return _LIMITS.seconds is None and _LIMITS.used is None and not _LIMITS.given_on
+
+
+def usual(group: Group) -> bool:
+    """Tell whether a call of this group simply waits, and needs nothing before."""
+    return patient() and group.held in _INTRODUCED
 
 
 _LIMITED: weakref.WeakKeyDictionary[Any, timedelta] = weakref.WeakKeyDictionary()

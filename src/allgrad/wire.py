@@ -102,14 +102,15 @@ def all_reduce(group: Group, x: Tensor, *, scratch: bool = False) -> Tensor:
     ``scratch`` gives ``x`` away: the result may take its memory.
     """
     if _stays_here(group, x):
-        return x.clone()
+        return x if scratch else x.clone()
     if graph_wire.in_graph(x):
         if x.dim() == 1:
             return graph_wire.all_reduce(x, group.name)
         return graph_wire.all_reduce(x.view(-1), group.name).view(x.shape)
-    return _watched(
-        group, lambda: Planned("all_reduce", x.dtype, x.device, x.numel()), _all_reduce, x, scratch
-    )
+    if _watcher is None and departures.free():
+        return _all_reduce(group, x, scratch)
+    planned = lambda: Planned("all_reduce", x.dtype, x.device, x.numel())  # noqa: E731
+    return _watched(group, planned, _all_reduce, x, scratch)
 
 
 def broadcast(group: Group, x: Tensor, src: int) -> Tensor:
@@ -128,7 +129,8 @@ def overwrite(group: Group, x: Tensor, src: int) -> Callable[[], None]:
     What ``x`` held is gone, except on ``src``.
     """
     if _watcher is None and departures.free():
-        works = _begin(group, lambda: [_start_overwrite(group, x, src, later=True)])
+        moved, options = [_moved(x)[0]], _broadcasts(src)[True]
+        works = _begin(group, lambda: [_carrier(group).broadcast(moved, options)])
         return lambda: _end(group, works)
     planned = lambda: Planned("broadcast", x.dtype, x.device, x.numel(), src)  # noqa: E731
     _watched(group, planned, _overwrite, x, src)
@@ -217,7 +219,7 @@ def _all_reduce(group: Group, x: Tensor, scratch: bool = False) -> Tensor:
         return _all_gather(group, own, counts).view(x.shape)
     out = x if scratch else x.clone()
     summed = [torch.view_as_real(out) if x.is_complex() else out]
-    _run(group, lambda later: _carrier(group).allreduce(summed, _SUMS[later]))
+    _call(group, "allreduce", _SUMS, summed)
     return out
 
 
@@ -226,12 +228,8 @@ def _broadcast(group: Group, x: Tensor, src: int) -> Tensor:
 
 
 def _overwrite(group: Group, x: Tensor, src: int) -> Tensor:
-    _run(group, lambda later: _start_overwrite(group, x, src, later=later))
+    _call(group, "broadcast", _broadcasts(src), [_moved(x)[0]])
     return x
-
-
-def _start_overwrite(group: Group, x: Tensor, src: int, *, later: bool) -> Any:
-    return _carrier(group).broadcast([_moved(x)[0]], _broadcasts(src)[later])
 
 
 def _reduce(group: Group, x: Tensor, dst: int) -> Tensor:
@@ -260,7 +258,7 @@ def _all_to_all(group: Group, x: Tensor, send: Sequence[int], receive: Sequence[
     out = x.new_empty(sum(receive))
     (into, width), (sent, _) = _moved(out), _moved(x)
     blocks = into, sent, [n * width for n in receive], [n * width for n in send]
-    _run(group, lambda later: _carrier(group).alltoall_base(*blocks, _EXCHANGES[later]))
+    _call(group, "alltoall_base", _EXCHANGES, *blocks)
     return out
 
 
@@ -339,6 +337,20 @@ def _send(group: Group, x: Tensor, to: int) -> Any:
 
 def _receive(group: Group, into: Tensor, source: int) -> Any:
     return _carrier(group).recv([_moved(into)[0]], source, 0)
+
+
+def _call(group: Group, method: str, options: tuple[Any, Any], *args: Any) -> None:
+    """Make one call of the process group and wait for it."""
+    if not waiting.usual(group):
+        _run(group, lambda later: getattr(_carrier(group), method)(*args, options[later]))
+        return
+    began = time.monotonic()
+    try:
+        work = getattr(group.process_group, method)(*args, options[False])
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        raise waiting.explain(group, error, time.monotonic() - began) from error
 
 
 def _run(group: Group, start: Callable[[bool], Any]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from allgrad import graph_wire, reductions, wire
 from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.all_gather import gather_pair, once_pair, reduce_pieces
 from allgrad.collectives.arguments import Grad, Nest, check_grad, shapes, take, way_to_run
 from allgrad.collectives.repeated import recall, remember
-from allgrad.ragged import Cut, apart_like, even, plain, together
+from allgrad.ragged import Cut, apart_like, even, together
 from allgrad.transforms import apply
 
 if TYPE_CHECKING:
@@ -138,10 +140,13 @@ def _once_pair(ranks: Group, divided_by: int) -> AdjointPair:
 
 
 def _reduced(ranks: Group, xs: Sequence[Tensor], by: int) -> list[Tensor]:
-    if len(xs) == 1 and by == 1:
-        return [wire.all_reduce(ranks, plain(xs[0]))]
-    joined = len(xs) > 1  # then what travels is a copy already
-    return _divided(wire.all_reduce(ranks, together(xs), scratch=joined), xs, by)
+    if len(xs) == 1:
+        # A copy has the values that a conjugate or negative view stands for.
+        out = wire.all_reduce(
+            ranks, xs[0].clone(memory_format=torch.contiguous_format), scratch=True
+        )
+        return [out if by == 1 else out.div_(by)]
+    return _divided(wire.all_reduce(ranks, together(xs), scratch=True), xs, by)
 
 
 def _divided(fresh: Tensor, xs: Sequence[Tensor], by: int) -> list[Tensor]:
