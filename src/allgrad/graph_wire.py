@@ -12,6 +12,8 @@ wrong (test_every_mode_is_exact_or_refused).
 
 from __future__ import annotations
 
+from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,9 +46,12 @@ __all__ = [
     "sum_once",
 ]
 
-_LIBRARY = torch.library.Library("allgrad", "DEF")
+# torch keeps compiled graphs on disk, backward included, and finds them by the names of their ops.
+# Ops with other rules than a graph was made with must have other names than it knows.
+_NAMESPACE = f"allgrad_{blake2b(Path(__file__).read_bytes(), digest_size=4).hexdigest()}"
+_LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 _C10D = torch.ops._c10d_functional  # noqa: SLF001
-_OPS = torch.ops.allgrad
+_OPS = getattr(torch.ops, _NAMESPACE)
 
 # As in transforms.py: a result requires grad on every rank, for backward needs everyone.
 _ANCHOR = torch.empty(0, requires_grad=True)
@@ -233,7 +238,7 @@ def _op(schema: str, adjoint: Callable[..., Tensor]) -> Callable[[Callable[..., 
 
         _LIBRARY.define(schema)
         _LIBRARY.impl(name, at_each_level, "CompositeImplicitAutograd")
-        torch.library.register_vmap(f"allgrad::{name}", batched, lib=_LIBRARY)
+        torch.library.register_vmap(f"{_NAMESPACE}::{name}", batched, lib=_LIBRARY)
 
     return register
 

@@ -50,7 +50,7 @@ class Group(NamedTuple):
     serial: int = 0
 
     @property
-    def process_group(self) -> dist.ProcessGroup | None:
+    def process_group(self) -> Any:
         """The group itself. Graphs and remembered calls hold it weakly: destroyed, it is to end."""
         if not isinstance(self.held, weakref.ref):
             return self.held
@@ -70,8 +70,8 @@ class Group(NamedTuple):
     @property
     def name(self) -> str:
         """What functional ops call the group."""
-        assert self.process_group is not None
-        return self.process_group.group_name
+        name: str = self.process_group.group_name
+        return name
 
     def backend(self, device: torch.device) -> str:
         """Name the backend that carries tensors of this device."""

@@ -199,7 +199,7 @@ def explain(group: Group, error: RuntimeError, waited: float) -> Exception:
 
 
 def _roll_call(group: Group, trouble: str, waited: float) -> Exception:
-    store = group.process_group.get_group_store()  # type: ignore[union-attr]
+    store = group.process_group.get_group_store()
     store.set(f"allgrad/roll/{group.rank}", f"{waited:.3f} {trouble}")
     until = time.monotonic() + _ROLL_CALL_SECONDS
     while True:
@@ -254,7 +254,7 @@ def introduce(group: Group) -> None:
     if group.held not in _INTRODUCED:
         _INTRODUCED.add(group.held)
         with contextlib.suppress(RuntimeError):
-            store = group.process_group.get_group_store()  # type: ignore[union-attr]
+            store = group.process_group.get_group_store()
             store.delete_key(f"allgrad/roll/{group.rank}")
             store.set(f"allgrad/who/{group.rank}", f"{os.getpid()} {socket.gethostname()}")
 

@@ -130,7 +130,7 @@ def overwrite(group: Group, x: Tensor, src: int) -> Callable[[], None]:
     """
     if _watcher is None and departures.free():
         moved, options = [_moved(x)[0]], _broadcasts(src)[True]
-        works = _begin(group, lambda: [_carrier(group).broadcast(moved, options)])
+        works = _begin(group, lambda: [group.process_group.broadcast(moved, options)])
         return lambda: _end(group, works)
     planned = lambda: Planned("broadcast", x.dtype, x.device, x.numel(), src)  # noqa: E731
     _watched(group, planned, _overwrite, x, src)
@@ -278,7 +278,7 @@ def _all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
         _run(group, lambda later: call(async_op=later))
         return out
     blocks[group.rank].copy_(sent)
-    start = _carrier(group).broadcast
+    start = group.process_group.broadcast
     _finish(
         group,
         lambda: [
@@ -327,22 +327,18 @@ def _add_from(
     return total
 
 
-def _carrier(group: Group) -> Any:
-    return group.process_group
-
-
 def _send(group: Group, x: Tensor, to: int) -> Any:
-    return _carrier(group).send([_moved(x)[0]], to, 0)
+    return group.process_group.send([_moved(x)[0]], to, 0)
 
 
 def _receive(group: Group, into: Tensor, source: int) -> Any:
-    return _carrier(group).recv([_moved(into)[0]], source, 0)
+    return group.process_group.recv([_moved(into)[0]], source, 0)
 
 
 def _call(group: Group, method: str, options: tuple[Any, Any], *args: Any) -> None:
     """Make one call of the process group and wait for it."""
     if not waiting.usual(group):
-        _run(group, lambda later: getattr(_carrier(group), method)(*args, options[later]))
+        _run(group, lambda later: getattr(group.process_group, method)(*args, options[later]))
         return
     began = time.monotonic()
     try:

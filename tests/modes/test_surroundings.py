@@ -21,7 +21,9 @@ def test_under_autocast_the_dtype_of_the_tensor_travels(rank):
     real = {name: getattr(wire, name) for name in WIRE_CALLS}
     for name in WIRE_CALLS:
         setattr(
-            wire, name, lambda g, x, *a, name=name: (sent.append(x.dtype), real[name](g, x, *a))[1]
+            wire,
+            name,
+            lambda g, x, *a, name=name, **b: (sent.append(x.dtype), real[name](g, x, *a, **b))[1],
         )
     try:
         layer = torch.nn.Linear(4, 4)

@@ -140,13 +140,12 @@ def _once_pair(ranks: Group, divided_by: int) -> AdjointPair:
 
 
 def _reduced(ranks: Group, xs: Sequence[Tensor], by: int) -> list[Tensor]:
-    if len(xs) == 1:
+    if len(xs) == 1 and by == 1:
         # A copy has the values that a conjugate or negative view stands for.
-        out = wire.all_reduce(
-            ranks, xs[0].clone(memory_format=torch.contiguous_format), scratch=True
-        )
-        return [out if by == 1 else out.div_(by)]
-    return _divided(wire.all_reduce(ranks, together(xs), scratch=True), xs, by)
+        fresh = xs[0].clone(memory_format=torch.contiguous_format)
+        return [wire.all_reduce(ranks, fresh, scratch=True)]
+    joined = len(xs) > 1  # then what travels is a copy already
+    return _divided(wire.all_reduce(ranks, together(xs), scratch=joined), xs, by)
 
 
 def _divided(fresh: Tensor, xs: Sequence[Tensor], by: int) -> list[Tensor]:
