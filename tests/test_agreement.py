@@ -38,7 +38,7 @@ def test_a_problem_comes_with_as_much_of_its_text_as_fits(tensors, text):
     assert str(got.problem) == text or len(str(got.problem).encode()) > 400
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(
     st.lists(st.one_of(st.just(1), st.integers(-2, 30), WORD), min_size=ROW - 2, max_size=ROW + 20)
 )
@@ -51,7 +51,7 @@ def test_noise_gives_an_error_or_a_message_in_range(words):
     assert all(n >= 0 for tensor in got.tensors for n in tensor.shape)
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(place=st.integers(0, 20), value=st.one_of(st.integers(-3, 40), WORD))
 def test_a_changed_word_gives_an_error_or_a_message_in_range(place, value):
     words = Announcement("all_gather", (Brought(torch.float32, (2, 3), 1, 5),) * 2, 7).encode()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -75,16 +76,20 @@ class Group(NamedTuple):
 
     def backend(self, device: torch.device) -> str:
         """Name the backend that carries tensors of this device."""
-        assert self.process_group is not None
         try:
-            name: str = self.process_group._get_backend(device).name()  # noqa: SLF001
+            return _backend_name(self.held, device)
         except RuntimeError as error:
             raise GroupError(
                 f"{self.call}: the group's backend {dist.get_backend(self.process_group)!r} carries "
                 f"no {device.type} tensors.\nMove the tensor, or start the group with a backend "
                 f"for {device.type}."
             ) from error
-        return name
+
+
+@lru_cache(maxsize=256)
+def _backend_name(held: Any, device: torch.device) -> str:
+    group: Any = held()
+    return "" if group is None else str(group._get_backend(device).name())  # noqa: SLF001
 
 
 def world_store() -> Any:
