@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import allgrad as ag
 from allgrad import graph_wire
-from calls import CALLS, Place
+from calls import CALLS, KINDS, Place
 from differentiation import Through
 from exactness import leaf, random, same
 from places import on
@@ -42,9 +42,16 @@ def check_as_eager(fn, *inputs, backend="aot_eager", **options):
                     same(a.grad, b.grad, "the gradient")
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_in_a_graph_as_eager(rank, world, name):
+    case = Through(CALLS[name], Place(rank, world, sizes_given=True))
+    check_as_eager(case.function, case.values[case.mine])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", KINDS)
+def test_in_a_graph_of_two_ranks_as_eager(rank, world, name):
     case = Through(CALLS[name], Place(rank, world, sizes_given=True))
     check_as_eager(case.function, case.values[case.mine])
 
