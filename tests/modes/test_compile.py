@@ -1,5 +1,10 @@
-"""torch.compile(fullgraph=True): every collective in a graph, forward and backward, equal to eager."""
+"""torch.compile(fullgraph=True): every collective in a graph, forward and backward, equal to eager.
 
+``ALLGRAD_COMPILE=inductor`` compiles all of it with Inductor, ``ALLGRAD_COMPILE="inductor dynamic"`` with
+dynamic shapes; the suite does so with a part, for it takes minutes.
+"""
+
+import os
 import shutil
 
 import pytest
@@ -19,12 +24,17 @@ from places import on
 no_compiler = shutil.which("g++") is None and shutil.which("clang++") is None
 
 
-def compiled(fn, backend="aot_eager", **options):
+BACKEND, *SHAPES = os.environ.get("ALLGRAD_COMPILE", "aot_eager").split()
+
+
+def compiled(fn, backend=BACKEND, **options):
     torch._dynamo.reset()
+    if SHAPES:
+        options["dynamic"] = True
     return torch.compile(fn, fullgraph=True, backend=backend, **options)
 
 
-def check_as_eager(fn, *inputs, backend="aot_eager", **options):
+def check_as_eager(fn, *inputs, backend=BACKEND, **options):
     """Value and gradients of the compiled function are those of the plain one."""
     mine = [leaf(x) if x.is_floating_point() else x for x in inputs]
     wanted = [leaf(x) if x.is_floating_point() else x for x in inputs]
@@ -212,7 +222,11 @@ def test_ddp_training_step(rank):
         return torch.cat([p.detach().flatten() for p in net.parameters()])
 
     torch._dynamo.reset()
-    same(train(lambda m: torch.compile(m, backend="aot_eager")), train(lambda m: m), "parameters")
+    same(
+        train(lambda m: torch.compile(m, backend=BACKEND, dynamic=bool(SHAPES) or None)),
+        train(lambda m: m),
+        "parameters",
+    )
 
 
 @pytest.mark.ranks(2, 3)
