@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -202,3 +203,7 @@ KINDS = (
     *("broadcast", "broadcast, same", "reduce sum", "gather", "scatter"),
     *("permute", "shift", "scan sum", "share", "split"),
 )
+
+# The suite runs a part of what takes minutes; ALLGRAD_ALL=1 runs all of it.
+EVERYTHING = bool(os.environ.get("ALLGRAD_ALL") or os.environ.get("ALLGRAD_WRITE_DOCS"))
+ON_THREE_RANKS = tuple(CALLS) if EVERYTHING else KINDS

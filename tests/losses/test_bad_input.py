@@ -96,6 +96,11 @@ def test_sizes_that_do_not_fit(rank, world):
         clip_loss(GOOD, GOOD, 1.0, sizes=(3, 3, 3))
     with pytest.raises(SizesError, match="sizes='even'"):
         clip_loss(GOOD, GOOD, 1.0, sizes="even")
+    with pytest.raises(SizesError, match="2 entries for a group of 3 ranks"):
+        clip_loss(GOOD, GOOD, 1.0, sizes=(2, 2))
+    for bad in ((2, 2, 2.5), (2, 2, -2)):
+        with pytest.raises(SizesError, match="whole numbers"):
+            clip_loss(GOOD, GOOD, 1.0, sizes=bad)
 
 
 def test_alone_the_mistake_is_told_as_well():

@@ -1,7 +1,7 @@
 """torch.compile(fullgraph=True): every collective in a graph, forward and backward, equal to eager.
 
 ``ALLGRAD_COMPILE=inductor`` compiles all of it with Inductor, ``ALLGRAD_COMPILE="inductor dynamic"`` with
-dynamic shapes; the suite does so with a part, for it takes minutes.
+dynamic shapes too; the suite does so with a part, for it takes minutes.
 """
 
 import os
@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import allgrad as ag
 from allgrad import graph_wire
-from calls import CALLS, KINDS, Place
+from calls import CALLS, ON_THREE_RANKS, Place
 from differentiation import Through
 from exactness import leaf, random, same
 from places import on
@@ -55,13 +55,16 @@ def check_as_eager(fn, *inputs, backend=BACKEND, **options):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_in_a_graph_as_eager(rank, world, name):
-    case = Through(CALLS[name], Place(rank, world, sizes_given=True))
-    check_as_eager(case.function, case.values[case.mine])
+    check_in_a_graph(rank, world, name)
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ON_THREE_RANKS)
 def test_in_a_graph_of_three_ranks_as_eager(rank, world, name):
+    check_in_a_graph(rank, world, name)
+
+
+def check_in_a_graph(rank, world, name):
     case = Through(CALLS[name], Place(rank, world, sizes_given=True))
     check_as_eager(case.function, case.values[case.mine])
 

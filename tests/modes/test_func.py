@@ -6,7 +6,7 @@ from torch import func
 from torch.autograd import forward_ad
 
 import allgrad as ag
-from calls import CALLS, KINDS, Place
+from calls import CALLS, ON_THREE_RANKS, Place
 from counting import Counted
 from differentiation import MODES, RANK, WANTED, Through
 from exactness import random, same
@@ -17,16 +17,16 @@ LINEAR = [name for name, call in CALLS.items() if call.kind in {"each", "alike"}
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_mode_is_exact(rank, world, name):
-    every_mode(rank, world, name)
+    check_every_mode(rank, world, name)
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ON_THREE_RANKS)
 def test_every_mode_is_exact_on_three_ranks(rank, world, name):
-    every_mode(rank, world, name)
+    check_every_mode(rank, world, name)
 
 
-def every_mode(rank, world, name):
+def check_every_mode(rank, world, name):
     case = Through(CALLS[name], Place(rank, world))
     for mode in MODES:
         got = RANK[mode](case.function, case.loss, case.data())

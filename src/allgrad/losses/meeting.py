@@ -17,6 +17,7 @@ from torch import Tensor
 
 from allgrad import wire
 from allgrad.collectives.all_gather import all_gather
+from allgrad.collectives.arguments import given_sizes
 from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError, rank_table
 
 if TYPE_CHECKING:
@@ -157,23 +158,12 @@ def meet(
 def _trusting(
     call: str, mine: Told, sizes: Sizes, group: GroupLike, device: torch.device | None
 ) -> Meeting:
-    assert sizes is not None
     ranks = wire.resolve(call, group)
     own = f"  here: {mine}"
     _check(call, [mine], lambda rule, _, advice: f"{rule}\n{own}\n{advice}", somebody=False)
     count = mine.features[0].vectors
-    if isinstance(sizes, str):
-        if sizes != "equal":
-            raise SizesError(
-                f'{call}: sizes={sizes!r}.\nGive None, "equal", or one size for each rank.'
-            )
-        pairs = (count,) * ranks.size
-    else:
-        pairs = tuple(int(size) for size in sizes)
-    if len(pairs) != ranks.size:
-        raise SizesError(
-            f"{call}: {len(pairs)} sizes for {ranks.size} ranks.\nGive one size for each rank."
-        )
+    equal = isinstance(sizes, str) and sizes == "equal"
+    pairs = (count,) * ranks.size if equal else given_sizes(call, ranks, sizes)
     rank = ranks.rank
     if pairs[rank] != count:
         raise SizesError(
