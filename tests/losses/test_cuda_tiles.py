@@ -56,9 +56,11 @@ def test_value_and_gradients(name, dtype):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_panels_that_fit_nothing_evenly(name, monkeypatch):
-    from allgrad.losses.cuda_tiles import CudaTiles
+    from allgrad.losses import cuda_tiles
 
-    monkeypatch.setattr(CudaTiles, "panel", 264)
+    monkeypatch.setattr(cuda_tiles.CudaTiles, "panel", 264)
+    monkeypatch.setattr(cuda_tiles.CudaTiles, "sums_panel", 392)
+    monkeypatch.setattr(cuda_tiles, "_WIDE", 528)
     check(name, 1031, 100, torch.bfloat16)
     check(name, 800, 64, torch.float16)
 
@@ -92,6 +94,17 @@ def test_tiny_loss_of_saturated_scores_keeps_its_digits(pairs, dtype):
             assert 0 < want < 1e-4
             got = loss(*(x.cuda() for x in given), *numbers)
             torch.testing.assert_close(got.double().cpu(), want, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_feature_that_is_no_number_is_not_hidden(name, value):
+    """It is left out of the largest norm, not of the scores."""
+    loss, _, scale, options = LOSSES[name]
+    image, text = (x.cuda() for x in features(300, 64, torch.bfloat16))
+    image[5, 7] = value
+    numbers = [scale, *([-9.5] if name == "siglip" else [])]
+    assert not loss(image, text, *numbers, **options).isfinite()
 
 
 def test_no_scores_at_all():

@@ -92,9 +92,7 @@ class Gathered:
         if self.place.world == 1:
             parts = wide_zeros(joined, dtype)
             visit(self.block, parts)
-            for part in parts:
-                part.mul_(gain)
-            return narrow(parts, dtype)
+            return narrow(parts, gain, dtype)
         sums = joined.new_zeros(joined.shape, dtype=accumulator(joined.dtype))
         visit(self.block, [sums])
         sums.mul_(gain)

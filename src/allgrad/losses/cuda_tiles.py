@@ -42,8 +42,9 @@ _HIGHEST, _FLOOR = 70.0, -60.0
 _SMALL = 1024  # columns of one program that joins logs
 _FEW = 512  # programs of a kernel that seldom has anything to do
 # Products of wide panels are faster; beside the gradients of more keys the memory would be missed.
-_SMALL_KEYS = 2**26
-_DOTS = 8, 256  # rows of one program that multiplies rows, and how much of them at once
+# The narrower ones are three tiles of a product for each of an H200's 132 processors.
+_SMALL_KEYS, _WIDE, _NARROW = 2**26, 16384, 12672
+_ROWS = {"TALL": 8, "DEEP": 256}  # of a program that goes along rows, and how much of them at once
 
 
 class Shape(NamedTuple):
@@ -71,9 +72,9 @@ class Shape(NamedTuple):
 class CudaTiles(Tiles):
     """The same as ``Tiles``. ``state`` are the facts that kernels read."""
 
-    panel = 8192
-    sums_shape = softmax_shape = Shape(128, 128, 64, 4, 2)
-    sigmoid_shape = Shape(128, 128, 64, 4, 3)
+    panel, sums_panel = 8192, 16384
+    sums_shape = Shape(128, 128, 64, 4, 2)
+    softmax_shape = sigmoid_shape = Shape(128, 128, 64, 4, 3)
 
     def __init__(
         self,
@@ -94,17 +95,28 @@ class CudaTiles(Tiles):
 
     def _facts(self) -> Tensor:
         """Numbers for the kernels: scale, shift and bias to base 2, and no failure yet."""
-        highest = self.scale.abs() * _longest(self.q) * _longest(self.k)
-        shift = (highest - _HIGHEST).clamp_(min=0)
-        bias = torch.zeros_like(shift) if self.bias is None else self.bias
-        return torch.stack([self.scale, shift, bias, torch.zeros_like(shift)]) * _LOG2E
+        longest_q, longest_k = _longest(self.q), _longest(self.k)
+        facts = self.scale.new_empty(4)
+        score_kernels.find_facts[(1,)](
+            longest_q,
+            longest_k,
+            len(longest_q),
+            len(longest_k),
+            self.scale,
+            self.scale if self.bias is None else self.bias,
+            facts,
+            _HIGHEST,
+            BIASED=self.bias is not None,
+            SMALL=_SMALL,
+        )
+        return facts
 
     def lse(self, *, columns: bool) -> tuple[Tensor, Tensor | None]:
         """The log of the sum of exp(score) but for pairs, along each row and, if asked for, column."""
         row_sums, column_sums = self._vector(len(self.q), 0.0), self._vector(len(self.k), 0.0)
         if not len(self.q) or not len(self.k):
             return row_sums.log(), column_sums.log() if columns else None
-        for rows in panels(len(self.q), self.panel):
+        for rows in panels(len(self.q), self.sums_panel):
             by_row, by_column = self._launch_sums(score_kernels.sums_tile, rows, columns)
             torch.sum(by_row, 0, out=row_sums[rows])
             if columns:
@@ -123,7 +135,7 @@ class CudaTiles(Tiles):
         """The same to base 2, if the sums failed; otherwise nobody computes or reads anything."""
         low = -torch.inf
         row_logs, column_logs = self._vector(len(self.q), low), self._vector(len(self.k), low)
-        for rows in panels(len(self.q), self.panel):
+        for rows in panels(len(self.q), self.sums_panel):
             kernel = score_kernels.sums_tile_of_any_range
             by_row, by_column = self._launch_sums(kernel, rows, columns, most=_FEW)
             for parts, logs in ((by_row, row_logs[rows]), (by_column, column_logs)):
@@ -171,13 +183,14 @@ class CudaTiles(Tiles):
 
     def add_gradients(self, weights: Weights, gain: Tensor, into: Gradients) -> None:
         """Add what these scores give to the gradients, to ``into.queries`` times ``gain``."""
-        panel, width = self.panel, self.q.shape[1]
-        wide = panel if self.k.numel() > _SMALL_KEYS else 2 * panel
-        memory = self.q.new_empty(min(panel, len(self.q)), min(wide, _up(len(self.k))))
+        tall = min(self.panel, len(self.q))
+        wide = _NARROW if self.k.numel() > _SMALL_KEYS else _WIDE
+        memory = self.q.new_empty(tall, min(wide, _up(len(self.k))))
+        sums = self.scale.new_empty(tall, self.q.shape[1])
         logs = [None if x is None else x * _LOG2E for x in (weights.rows, weights.columns)]
-        for rows in panels(len(self.q), panel):
+        for rows in panels(len(self.q), self.panel):
             q = self.q[rows]
-            by_query = self.scale.new_zeros(len(q), width)
+            by_query = sums[: len(q)].zero_()
             for across, by_key in into.columns(len(self.k), wide):
                 k = self.k[across]
                 weighed = memory[: len(q), : len(k)]
@@ -190,9 +203,10 @@ class CudaTiles(Tiles):
                 _add_product(by_query, weighed, k, self.lift)
                 if by_key is not None:
                     _add_product(by_key, weighed.T, q, self.lift)
-            into.scale += row_dots(by_query, q).sum()
-            if into.queries is not None:
-                into.queries[rows] += by_query.mul_(gain)
+            if into.queries is None:
+                into.scale += row_dots(by_query, q).sum()
+            else:
+                into.scale += _add_rows(by_query, q, gain, into.queries[rows]).sum()
 
     def _launch_softmax(
         self, w: Weights, logs: list[Tensor | None], rows: slice, across: slice, weighed: Tensor
@@ -259,24 +273,38 @@ class CudaTiles(Tiles):
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
     """The product of each row of ``a`` with that of ``b``, in float32."""
-    a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
+    a, b = _dense_rows(a), _dense_rows(b)
     dots = a.new_empty(len(a), dtype=torch.float32)
     if len(a):
-        grid = (triton.cdiv(len(a), _DOTS[0]),)
-        given = a, b, dots, len(a), a.shape[1], a.stride(0), b.stride(0)
-        score_kernels.row_dots[grid](*given, TALL=_DOTS[0], DEEP=_DOTS[1])
+        given = a, b, dots, *a.shape, a.stride(0), b.stride(0)
+        score_kernels.row_dots[_row_grid(a)](*given, **_ROWS)
+    return dots
+
+
+def _add_rows(a: Tensor, b: Tensor, gain: Tensor, into: Tensor) -> Tensor:
+    """The same, and ``a`` times ``gain`` is added to ``into``, all in one pass over the memory."""
+    b = _dense_rows(b)
+    dots = a.new_empty(len(a))
+    given = a, b, gain, into, dots, *a.shape, a.stride(0), b.stride(0), into.stride(0)
+    score_kernels.add_rows[_row_grid(a)](*given, **_ROWS)
     return dots
 
 
 def _longest(x: Tensor) -> Tensor:
-    """The largest norm of a row, in panels: float32 of all rows would be large."""
-    if not len(x):
-        return x.new_zeros((), dtype=torch.float32)
-    norms = [
-        torch.linalg.vector_norm(x[p], dim=1, dtype=torch.float32).amax()
-        for p in panels(len(x), 65536)
-    ]
-    return torch.stack(norms).amax()
+    """The largest norms of some rows each."""
+    x = _dense_rows(x)
+    longest = x.new_empty(*_row_grid(x), dtype=torch.float32)
+    if len(x):
+        score_kernels.find_longest[_row_grid(x)](x, longest, *x.shape, x.stride(0), **_ROWS)
+    return longest
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _row_grid(x: Tensor) -> tuple[int]:
+    return (triton.cdiv(len(x), _ROWS["TALL"]),)
 
 
 def _up(count: int) -> int:

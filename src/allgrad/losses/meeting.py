@@ -140,15 +140,18 @@ def meet(
     )
     if sizes is not None:
         return _trusting(call, mine, sizes, group, device)
-    words = torch.tensor(mine.words(), dtype=torch.int64, device=device)
-    heard = all_gather(words[None], sizes="equal", group=group, grad="none").tolist()
-    told = [mine.read(row) for row in heard]
+    ranks = wire.resolve(call, group)
+    told = [mine]
+    if ranks.size > 1:
+        words = torch.tensor(mine.words(), dtype=torch.int64, device=device)
+        heard = all_gather(words[None], sizes="equal", group=group, grad="none").tolist()
+        told = [mine.read(row) for row in heard]
     _check(call, told, lambda rule, marks, advice: rank_table(rule, _rows(told), marks, advice))
     joined = 0
     for one in told:
         joined |= one.wants
     return Meeting(
-        wire.resolve(call, group).rank,
+        ranks.rank,
         tuple(one.features[0].vectors for one in told),
         tuple(sum(fact.vectors for fact in one.features[1:]) for one in told),
         joined,

@@ -33,8 +33,8 @@ def wide_zeros(like: Tensor, dtype: torch.dtype) -> list[Tensor]:
     return [like.new_zeros((part, *others), dtype=wide) for part in parts]
 
 
-def narrow(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Give the parts as one tensor of ``dtype``; they are used up.
+def narrow(parts: list[Tensor], gain: Tensor, dtype: torch.dtype) -> Tensor:
+    """Give the parts, times ``gain``, as one tensor of ``dtype``; they are used up.
 
     Two parts of twice the bytes end in the memory of the first, so that nothing is allocated:
 
@@ -42,19 +42,16 @@ def narrow(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
         [ c c c c | d d d d ]   --->
     """
     first = parts[0]
-    if first.dtype == dtype:
-        assert len(parts) == 1
-        return first
     if len(parts) == 1:
-        return first.to(dtype)
+        return first.mul_(gain).to(dtype)
     rows = len(first) + len(parts[1])
     narrowed = first.view(-1).view(dtype)[: rows * first.stride(0)].view(rows, *first.shape[1:])
     # Row i lands where row i // 2 was: it must be read by then, and rows start to 2 start are.
-    narrowed[:1] = first[:1].clone()
+    narrowed[:1] = first[:1] * gain
     start = 1
     while start < len(first):
         stop = min(2 * start, len(first))
-        narrowed[start:stop] = first[start:stop]
+        torch.mul(first[start:stop], gain, out=narrowed[start:stop])
         start = stop
-    narrowed[len(first) :] = parts[1]
+    torch.mul(parts[1], gain, out=narrowed[len(first) :])
     return narrowed

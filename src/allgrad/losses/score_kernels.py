@@ -1,9 +1,9 @@
 """Triton kernels over tiles of scores: a matrix product, with what is needed of it in the epilogue.
 
-A program computes one tile, or some in turns. Rows are those of a panel of queries, columns all keys. Numbers come
-in memory, not as arguments, so that nothing waits for the device:
+A program computes one tile, or some in turns. Rows are those of a panel of queries, columns all keys.
+Numbers come in memory, not as arguments, so that nothing waits for the device:
 
-    facts   [ scale * log2(e), shift * log2(e), bias, whether the shift fails ]
+    facts   [ scale * log2(e), shift * log2(e), bias * log2(e), whether the shift fails ]
 
 Exponentials are powers of two. A tile at the edge reads zeros where there are no features; what
 comes of them is left out of the sums and of the result.
@@ -17,6 +17,9 @@ import triton
 import triton.language as tl
 
 __all__ = [
+    "add_rows",
+    "find_facts",
+    "find_longest",
     "join_logs",
     "row_dots",
     "sigmoid_tile",
@@ -233,9 +236,9 @@ def sigmoid_tile(
         tl.store(total + tl.program_id(0), tl.sum(tile))
 
 
-@triton.jit(do_not_specialize=(*_SIZES, "a_stride", "b_stride"))
-def row_dots(a, b, dots, rows, width, a_stride, b_stride, TALL: tl.constexpr, DEEP: tl.constexpr):
-    """The products of rows of two matrices, in float32."""
+@triton.jit
+def _dots(a, b, rows, width, a_stride, b_stride, TALL: tl.constexpr, DEEP: tl.constexpr):
+    """The products of a program's rows of two matrices; zero for rows that are not there."""
     row = (tl.program_id(0) * TALL + tl.arange(0, TALL)).to(tl.int64)[:, None]
     total = tl.zeros((TALL, DEEP), dtype=tl.float32)
     for at in range(0, width, DEEP):
@@ -244,5 +247,64 @@ def row_dots(a, b, dots, rows, width, a_stride, b_stride, TALL: tl.constexpr, DE
         left = tl.load(a + row * a_stride + column, mask=there, other=0.0).to(tl.float32)
         right = tl.load(b + row * b_stride + column, mask=there, other=0.0).to(tl.float32)
         total += left * right
+    return tl.sum(total, 1)
+
+
+@triton.jit(do_not_specialize=("rows",))
+def row_dots(a, b, dots, rows, width, a_stride, b_stride, TALL: tl.constexpr, DEEP: tl.constexpr):
+    """The products of rows of two matrices, in float32."""
+    row = tl.program_id(0) * TALL + tl.arange(0, TALL)
+    found = _dots(a, b, rows, width, a_stride, b_stride, TALL, DEEP)
+    tl.store(dots + row, found, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=("rows",))
+def add_rows(
+    a, b, gain, into, dots, rows, width, a_stride, b_stride, into_stride,
+    TALL: tl.constexpr, DEEP: tl.constexpr,
+):  # fmt: skip
+    """The same, and ``a`` times ``gain`` is added to ``into``."""
+    row = (tl.program_id(0) * TALL + tl.arange(0, TALL)).to(tl.int64)[:, None]
+    total = tl.zeros((TALL, DEEP), dtype=tl.float32)
+    factor = tl.load(gain)
+    for at in range(0, width, DEEP):
+        column = at + tl.arange(0, DEEP)[None, :]
+        there = (row < rows) & (column < width)
+        left = tl.load(a + row * a_stride + column, mask=there, other=0.0)
+        total += left * tl.load(b + row * b_stride + column, mask=there, other=0.0).to(tl.float32)
+        target = into + row * into_stride + column
+        tl.store(target, tl.load(target, mask=there, other=0.0) + left * factor, mask=there)
     row = tl.program_id(0) * TALL + tl.arange(0, TALL)
     tl.store(dots + row, tl.sum(total, 1), mask=row < rows)
+
+
+@triton.jit(do_not_specialize=("rows",))
+def find_longest(x, longest, rows, width, stride, TALL: tl.constexpr, DEEP: tl.constexpr):
+    """The largest norm among a program's rows."""
+    squares = _dots(x, x, rows, width, stride, stride, TALL, DEEP)
+    tl.store(longest + tl.program_id(0), tl.sqrt(tl.max(squares)))
+
+
+@triton.jit
+def _largest(parts, count, SMALL: tl.constexpr):
+    largest = tl.zeros((SMALL,), dtype=tl.float32)
+    for start in range(0, count, SMALL):
+        at = start + tl.arange(0, SMALL)
+        largest = tl.maximum(largest, tl.load(parts + at, mask=at < count, other=0.0))
+    return tl.max(largest)
+
+
+@triton.jit(do_not_specialize=("count_q", "count_k"))
+def find_facts(
+    longest_q, longest_k, count_q, count_k, scale, bias, facts, highest,
+    BIASED: tl.constexpr, SMALL: tl.constexpr,
+):  # fmt: skip
+    """The facts, with no failure yet; less the shift no score but for the bias is above ``highest``."""
+    factor = tl.load(scale)
+    bound = (
+        tl.abs(factor) * _largest(longest_q, count_q, SMALL) * _largest(longest_k, count_k, SMALL)
+    )
+    tl.store(facts, factor * LOG2E)
+    tl.store(facts + 1, tl.maximum(bound - highest, 0.0) * LOG2E)
+    tl.store(facts + 2, tl.load(bias) * LOG2E if BIASED else 0.0)
+    tl.store(facts + 3, 0.0)
