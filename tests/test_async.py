@@ -10,7 +10,7 @@ import torch
 
 import allgrad as ag
 import reference
-from allgrad import departures, errors, wire
+from allgrad import departures, errors, moves
 from exactness import check_exact, grads, leaf, loss, pieces, random, same
 
 CALLS = {
@@ -116,14 +116,14 @@ def test_waiting_twice_on_another_thread_or_never(rank, world):
 def test_compute_runs_while_the_call_does(rank):
     """The call is held up until the main thread has computed: it could not end if they took turns."""
     computed = threading.Event()
-    real = wire._all_reduce
+    real = moves.all_reduce
 
     def held_up(*args):
         assert computed.wait(20), "nothing was computed while the call was under way"
         return real(*args)
 
     x = leaf(random((4,), rank))
-    wire._all_reduce = held_up
+    moves.all_reduce = held_up
     try:
         handle = ag.all_reduce(x, async_op=True)
         middle = x.sin()
@@ -134,7 +134,7 @@ def test_compute_runs_while_the_call_does(rank):
         middle.register_hook(lambda _: computed.set())
         y.sum().backward()
     finally:
-        wire._all_reduce = real
+        moves.all_reduce = real
     same(x.grad, (2 + x.detach().cos()), "the gradient")
 
 

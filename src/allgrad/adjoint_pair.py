@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from torch import Tensor
@@ -13,7 +13,7 @@ __all__ = ["AdjointPair", "Map"]
 Map: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class AdjointPair:
     """A linear map ``A`` from all ranks' inputs to all ranks' outputs, and ``A*``.
 
@@ -34,8 +34,15 @@ class AdjointPair:
     forward: Map
     backward: Map
     traced: tuple[Map, Map] | None = None
+    _adjoint: AdjointPair | None = field(default=None, init=False, repr=False)
 
     @property
     def adjoint(self) -> AdjointPair:
-        traced = None if self.traced is None else (self.traced[1], self.traced[0])
-        return AdjointPair(self.adjoint_name, self.name, self.backward, self.forward, traced)
+        """The same pair from the other side; a repeated call finds it again."""
+        if self._adjoint is None:
+            traced = None if self.traced is None else (self.traced[1], self.traced[0])
+            # This one is not the other's: a cycle would keep both from ending.
+            self._adjoint = AdjointPair(
+                self.adjoint_name, self.name, self.backward, self.forward, traced
+            )
+        return self._adjoint

@@ -28,7 +28,6 @@ __all__ = [
     "GroupLike",
     "call_site",
     "describe_calls",
-    "describing",
     "message_device",
     "reference",
     "resolve",
@@ -113,13 +112,13 @@ def describe_calls(wanted: bool) -> None:
     _describing += 1 if wanted else -1
 
 
-def describing() -> bool:
-    """Tell whether calls are described, or traced: each is then looked at as it is."""
-    return bool(_describing) or torch.compiler.is_compiling()
-
-
 def reference(group: GroupLike) -> weakref.ref[dist.ProcessGroup] | None:
-    """What a process group can be known by as long as it lives; ``None`` for anything else."""
+    """What a process group can be known by as long as it lives; ``None`` for anything else.
+
+    ``None`` too while calls are described, or traced: each is then looked at as it is.
+    """
+    if _describing or torch.compiler.is_compiling():
+        return None
     found = dist.group.WORLD if group is None else group
     return weakref.ref(found) if isinstance(found, dist.ProcessGroup) else None
 

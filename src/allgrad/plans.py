@@ -3,16 +3,17 @@
 The wire asks here and does what it is told. Every answer depends only on what all ranks know
 alike (the counts by rank and the dtype), so that all of them take the same way.
 
-Gloo's own all_gather, reduce_scatter and reduce take up to twice as long as these ways, on the host:
+Gloo's own calls take up to twice as long as these ways, on the host:
 
 | to do | small pieces | larger |
 |---|---|---|
 | all_gather | up to 256 KiB, ``copies``: one all_to_all of copies | ``broadcasts``: one for each rank, into the result |
 | reduce_scatter | up to 1 MiB, ``exchange``: one all_to_all, then add | ``pairs``: peer by peer, added as they come |
 | reduce | ``sends``: peer by peer, added as they come | the same |
+| broadcast | up to 256 KiB, 3 or 4 ranks, ``sends``: to every peer at once | ``backend`` |
 
-``copies`` and ``exchange`` take memory for all peers' pieces at once, the others for one piece. Gloo
-sends from peer to peer only what lies on the host; of a GPU's tensors, ``reduce`` goes by ``gather``:
+``copies`` and ``exchange`` take memory for all peers' pieces at once, the others for one piece, or for
+as many small ones as 8 MiB hold. Gloo sends from peer to peer only what lies on the host; of a GPU's tensors, ``reduce`` goes by ``gather``:
 all to dst, then add. NCCL, and backends that were not measured, get their own call where it takes
 the sizes.
 For experiments, ``with plans.using(all_gather="broadcasts"):`` takes one way whatever the table says.
@@ -28,14 +29,16 @@ from allgrad.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-__all__ = ["WAYS", "all_gather", "reduce", "reduce_scatter", "using"]
+__all__ = ["WAYS", "all_gather", "broadcast", "reduce", "reduce_scatter", "using"]
 
 COPIES_UP_TO = 256 * 1024
 EXCHANGE_UP_TO = 1024 * 1024
+SENDS_UP_TO, SENDS_AMONG = 256 * 1024, (3, 4)  # bytes; ranks
 WAYS = {
     "all_gather": ("copies", "broadcasts", "backend", "backend_list"),
     "reduce_scatter": ("exchange", "pairs", "backend", "backend_list"),
     "reduce": ("gather", "sends", "backend"),
+    "broadcast": ("sends", "backend"),
 }
 _chosen: dict[str, str] = {}
 
@@ -89,3 +92,11 @@ def reduce(backend: str, *, on_host: bool) -> str:
     if backend != "gloo":
         return "backend"
     return "sends" if on_host else "gather"
+
+
+def broadcast(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
+    """``sends`` | ``backend``."""
+    if chosen := _chosen.get("broadcast"):
+        return chosen
+    few = backend == "gloo" and on_host and ranks in SENDS_AMONG
+    return "sends" if few and nbytes <= SENDS_UP_TO else "backend"

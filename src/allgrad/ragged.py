@@ -89,7 +89,10 @@ class Cut:
     def counts(self, xs: Sequence[Tensor]) -> list[int]:
         """How many elements belong to each rank, all tensors together."""
         if len(xs) == 1:
-            each = _others(xs[0].shape, self.dims[0])
+            shape = xs[0].shape
+            if len(shape) == 1:
+                return list(self.sizes[0])
+            each = _others(shape, self.dims[0])
             return [size * each for size in self.sizes[0]]
         others = [_others(x.shape, dim) for x, dim in zip(xs, self.dims, strict=True)]
         by_rank = zip(*self.sizes, strict=True)
@@ -124,7 +127,7 @@ class Cut:
 
         No copy for a single contiguous tensor cut along its first dimension.
         """
-        if len(xs) == 1 and _in_order(xs[0].shape, self.dims[0], self.sizes[0]):
+        if len(xs) == 1 and self._in_order(xs[0]):
             return _flat(plain(xs[0]))
         blocks = [
             x.split(list(sizes), dim)
@@ -137,12 +140,19 @@ class Cut:
 
         No copy for a single tensor along its first dimension, one otherwise.
         """
-        if len(xs) == 1 and _in_order(xs[0].shape, self.dims[0], self.sizes[0]):
+        if len(xs) == 1 and self._in_order(xs[0]):
             return [_shaped(flat, _with_length(xs[0].shape, self.dims[0], sum(self.sizes[0])))]
         ranks = range(len(self.sizes[0]))
         shapes = [shape for rank in ranks for shape in self.shapes(xs, rank)]
         blocks = apart(flat, shapes)
         return [torch.cat(blocks[i :: len(xs)], dim) for i, dim in enumerate(self.dims)]
+
+    def _in_order(self, x: Tensor) -> bool:
+        """Tell whether the blocks of the first tensor lie one after another in it as it is."""
+        dim = self.dims[0]
+        if dim == 0 or prod(x.shape[:dim]) == 1:
+            return True
+        return sum(1 for size in self.sizes[0] if size) <= 1
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -154,15 +164,8 @@ def _shaped(flat: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _others(shape: Sequence[int], dim: int) -> int:
-    if len(shape) == 1:
-        return 1
     return prod(shape[:dim]) * prod(shape[dim + 1 :])
 
 
 def _with_length(shape: Sequence[int], dim: int, length: int) -> list[int]:
     return [*shape[:dim], length, *shape[dim + 1 :]]
-
-
-def _in_order(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> bool:
-    """Tell whether the blocks lie one after another in the tensor as it is."""
-    return dim == 0 or prod(shape[:dim]) == 1 or sum(1 for size in sizes if size) <= 1

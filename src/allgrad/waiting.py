@@ -110,7 +110,13 @@ def patient() -> bool:
 
 def usual(group: Group) -> bool:
     """Tell whether a call of this group simply waits, and needs nothing before."""
-    return patient() and group.held in _INTRODUCED
+    limits = _LIMITS
+    return (
+        limits.seconds is None
+        and limits.used is None
+        and not limits.given_on
+        and group.held in _INTRODUCED
+    )
 
 
 _LIMITED: weakref.WeakKeyDictionary[Any, timedelta] = weakref.WeakKeyDictionary()

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import allgrad as ag
-from allgrad import plans, wire
+from allgrad import moves, plans, wire
 from calls import CALLS, Place
 from differentiation import MODES, RANK, WANTED, Through
 from exactness import grads, leaf, loss, random, same
@@ -106,15 +106,15 @@ def test_nccl_plans(world, dtype):
     """Every way that plans name for NCCL, each in one call of the backend."""
     group = wire.resolve("test", None)
     x = torch.arange(6).cuda().to(dtype)
-    same_values = {"all_gather": wire._all_gather, "reduce_scatter": wire._reduce_scatter}
+    same_values = {"all_gather": moves.all_gather, "reduce_scatter": moves.reduce_scatter}
     for operation, call in same_values.items():
         for kind in ("backend", "backend_list"):
             with plans.using(**{operation: kind}):
                 assert torch.equal(call(group, x, [6]), x), (operation, kind)
-    assert torch.equal(wire._reduce(group, x, 0), x)
-    assert torch.equal(wire._all_reduce(group, x), x)
-    assert torch.equal(wire._broadcast(group, x, 0), x)
-    assert torch.equal(wire._all_to_all(group, x, [6], [6]), x)
+    assert torch.equal(moves.reduce(group, x, 0), x)
+    assert torch.equal(moves.all_reduce(group, x), x)
+    assert torch.equal(moves.broadcast(group, x, 0), x)
+    assert torch.equal(moves.all_to_all(group, x, [6], [6]), x)
     assert plans.all_gather("nccl", [2, 2], 4) == plans.reduce_scatter(
         "nccl", [2, 2], 4, on_host=False
     )

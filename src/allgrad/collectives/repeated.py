@@ -33,10 +33,8 @@ def frozen(sizes: object) -> object:
 
 def recall(name: str, x: object, group: GroupLike, *given: object) -> AdjointPair | None:
     """The pair of a call like this one, if there was any and calls need not be described."""
-    if groups.describing() or type(x) not in _PLAIN or x.is_nested:  # type: ignore[attr-defined]
-        return None
     among = groups.reference(group)
-    if among is None:
+    if among is None or type(x) not in _PLAIN or x.is_nested:  # type: ignore[attr-defined]
         return None
     try:
         return _PAIRS.get((name, among, x.shape, x.dtype, x.layout, *given))  # type: ignore[attr-defined]
@@ -46,10 +44,8 @@ def recall(name: str, x: object, group: GroupLike, *given: object) -> AdjointPai
 
 def remember(pair: AdjointPair, name: str, x: object, group: GroupLike, *given: object) -> None:
     """Keep the pair of a call whose arguments were good, for the next like it."""
-    if groups.describing() or type(x) not in _PLAIN:
-        return
     among = groups.reference(group)
-    if among is None:
+    if among is None or type(x) not in _PLAIN:
         return
     if len(_PAIRS) >= _MOST:
         _PAIRS.clear()

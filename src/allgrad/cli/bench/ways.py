@@ -3,7 +3,7 @@
 | way | what it is |
 |---|---|
 | raw | the backend's own call into a newly allocated output, and its adjoint, without autograd |
-| raw sends | broadcast, and back by sends to the source instead of the backend's reduce |
+| raw sends | broadcast by sends from the source, and back by sends to it, all at once |
 | nn | torch.distributed.nn.functional |
 | functional | torch.distributed's functional collectives, where their gradient is exact |
 | pad, gather, select | the usual way with unequal pieces; its backward keeps the own part only |
@@ -116,14 +116,27 @@ def _raw_reduce(g: Tensor, rank: int) -> Tensor:
     return out.zero_() if rank else out
 
 
-def _sends(g: Tensor, rank: int) -> Tensor:
+def _send_out(x: Tensor, rank: int) -> Tensor:
+    if rank:
+        out = torch.empty_like(x)
+        dist.recv(out, 0)
+        return out
+    works = [dist.isend(x, peer) for peer in range(1, dist.get_world_size())]
+    out = x.clone()
+    for work in works:
+        work.wait()  # type: ignore[union-attr]
+    return out
+
+
+def _send_back(g: Tensor, rank: int) -> Tensor:
     if rank:
         dist.send(g, 0)
         return torch.zeros_like(g)
-    total, incoming = g.clone(), torch.empty_like(g)
-    for source in range(1, dist.get_world_size()):
-        dist.recv(incoming, source)
-        total += incoming
+    total, incoming = g.clone(), [torch.empty_like(g) for _ in range(dist.get_world_size() - 1)]
+    works = [dist.irecv(piece, peer) for peer, piece in enumerate(incoming, 1)]
+    for work, piece in zip(works, incoming, strict=True):
+        work.wait()  # type: ignore[union-attr]
+        total += piece
     return total
 
 
@@ -161,7 +174,7 @@ _EQUAL: dict[str, Callable[[int], dict[str, Way]]] = {
     "broadcast": lambda rank: {
         "allgrad": _way(broadcast),
         "raw": _way(partial(_raw_broadcast, rank=rank), partial(_raw_reduce, rank=rank)),
-        "raw sends": _way(partial(_raw_broadcast, rank=rank), partial(_sends, rank=rank)),
+        "raw sends": _way(partial(_send_out, rank=rank), partial(_send_back, rank=rank)),
         "nn": _way(lambda x: nn.broadcast(x, 0)),
     },
     "all_to_all": lambda _: {
