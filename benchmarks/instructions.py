@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def ways() -> dict[str, Callable[[], object]]:
-    x, g = torch.ones(1, requires_grad=True), torch.ones(1)
+    x, g = torch.ones(2, requires_grad=True), torch.ones(2)
 
     def raw() -> torch.Tensor:
         out = g.clone()
@@ -51,6 +52,8 @@ def ways() -> dict[str, Callable[[], object]]:
         "functional all_reduce": lambda: functional.all_reduce(x, "sum", dist.group.WORLD).wait(),
         "allgrad all_reduce, both ways": back(ag.all_reduce),
         "nn all_reduce, both ways": back(nn.all_reduce),
+        "allgrad all_to_all, both ways": back(partial(ag.all_to_all, send_sizes="equal")),
+        "nn all_to_all, both ways": back(lambda x: nn.all_to_all_single(torch.empty_like(x), x)),
     }
 
 

@@ -134,12 +134,10 @@ def reduce(group: Group, x: Tensor, dst: int) -> Tensor:
 
 def all_to_all(group: Group, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     out = x.new_empty(sum(receive))
-    if x.dtype in _KNOWN_TO_BACKENDS:
-        _call(group, "alltoall_base", _EXCHANGES, out, x, receive, send)
-        return out
     (into, width), (sent, _) = _moved(out), _moved(x)
-    blocks = into, sent, [n * width for n in receive], [n * width for n in send]
-    _call(group, "alltoall_base", _EXCHANGES, *blocks)
+    if width > 1:
+        send, receive = [n * width for n in send], [n * width for n in receive]
+    _call(group, "alltoall_base", _EXCHANGES, into, sent, receive, send)
     return out
 
 

@@ -89,12 +89,9 @@ class Cut:
     def counts(self, xs: Sequence[Tensor]) -> list[int]:
         """How many elements belong to each rank, all tensors together."""
         if len(xs) == 1:
-            shape = xs[0].shape
-            if len(shape) == 1:
-                return list(self.sizes[0])
-            each = _others(shape, self.dims[0])
+            each = _others(xs[0], self.dims[0])
             return [size * each for size in self.sizes[0]]
-        others = [_others(x.shape, dim) for x, dim in zip(xs, self.dims, strict=True)]
+        others = [_others(x, dim) for x, dim in zip(xs, self.dims, strict=True)]
         by_rank = zip(*self.sizes, strict=True)
         return [sum(s * o for s, o in zip(sizes, others, strict=True)) for sizes in by_rank]
 
@@ -163,9 +160,16 @@ def _shaped(flat: Tensor, shape: Sequence[int]) -> Tensor:
     return flat if len(shape) == 1 else flat.view(shape)
 
 
-def _others(shape: Sequence[int], dim: int) -> int:
-    return prod(shape[:dim]) * prod(shape[dim + 1 :])
+def _others(x: Tensor, dim: int) -> int:
+    """How many elements there are for each step along ``dim``."""
+    shape = x.shape
+    if len(shape) == 1:
+        return 1
+    length = shape[dim]  # dividing is quicker than multiplying all others
+    return x.numel() // length if length else prod(shape[:dim]) * prod(shape[dim + 1 :])
 
 
 def _with_length(shape: Sequence[int], dim: int, length: int) -> list[int]:
-    return [*shape[:dim], length, *shape[dim + 1 :]]
+    changed = list(shape)
+    changed[dim] = length
+    return changed

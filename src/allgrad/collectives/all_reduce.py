@@ -140,8 +140,8 @@ def _once_pair(ranks: Group, divided_by: int) -> AdjointPair:
 
 
 def _reduced(ranks: Group, xs: Sequence[Tensor], by: int) -> list[Tensor]:
-    if len(xs) == 1 and by == 1:
-        # A copy has the values that a conjugate or negative view stands for.
+    if len(xs) == 1 and by == 1 and not torch.compiler.is_compiling():
+        # A copy has the values that a conjugate or negative view stands for. (A graph's op makes one.)
         fresh = xs[0].clone(memory_format=torch.contiguous_format)
         return [wire.all_reduce(ranks, fresh, scratch=True)]
     joined = len(xs) > 1  # then what travels is a copy already
