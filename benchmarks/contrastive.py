@@ -9,8 +9,8 @@ CUDA, one device, bfloat16. The floor is four matrix products (scores, scores ag
 at the rate of a product of 8192 x 8192 matrices measured in the same run. Extra memory is the
 peak above what was there before, which is the features; gradients count as extra. CPU, float32, one
 thread on each rank: a sample is the slowest rank's time after a barrier, extra memory the largest
-growth of a rank's resident set. Ways take turns; on CUDA one that has taken three seconds sits out the
-rest. Peers that are not installed are left out.
+growth of a rank's resident set. Ways take turns, on CUDA in an order drawn anew for each round, and one that
+has taken three seconds sits out the rest. Peers that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import random
 import statistics
 import time
 from functools import partial
@@ -202,8 +203,9 @@ def compare(
     extra = {name: try_out(way, given) for name, way in ways.items()}
     able = [name for name in ways if extra[name] is not None]
     times: dict[str, list[float]] = {name: [] for name in able}
-    for turn in range(repeats):
-        for name in able[turn % len(able) :] + able[: turn % len(able)]:
+    order = random.Random(0)  # noqa: S311
+    for _ in range(repeats):
+        for name in order.sample(able, len(able)):  # the card's clock depends on what ran before
             if sum(times[name]) < ENOUGH_MS:
                 times[name].append(milliseconds(partial(step, ways[name], given)))
     for name in ways:

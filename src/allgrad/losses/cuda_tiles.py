@@ -43,7 +43,7 @@ _SMALL = 1024  # columns of one program that joins logs
 _FEW = 512  # programs of a kernel that seldom has anything to do
 # Products of wide panels are faster; beside the gradients of more keys the memory would be missed.
 # The narrower ones are three tiles of a product for each of an H200's 132 processors.
-_SMALL_KEYS, _WIDE, _NARROW = 2**26, 16384, 12672
+_SMALL_KEYS, _WIDE, _NARROW = 2**26, 32768, 12672
 _ROWS = {"TALL": 8, "DEEP": 256}  # of a program that goes along rows, and how much of them at once
 
 
