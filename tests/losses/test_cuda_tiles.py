@@ -60,7 +60,7 @@ def test_panels_that_fit_nothing_evenly(name, monkeypatch):
 
     monkeypatch.setattr(cuda_tiles.CudaTiles, "panel", 264)
     monkeypatch.setattr(cuda_tiles.CudaTiles, "sums_panel", 392)
-    monkeypatch.setattr(cuda_tiles, "_WIDE", 528)
+    monkeypatch.setattr(cuda_tiles, "_WIDTHS", {2**25: 528})
     check(name, 1031, 100, torch.bfloat16)
     check(name, 800, 64, torch.float16)
 

@@ -41,9 +41,11 @@ _HIGHEST, _FLOOR = 70.0, -60.0
 
 _SMALL = 1024  # columns of one program that joins logs
 _FEW = 512  # programs of a kernel that seldom has anything to do
-# Products of wide panels are faster; beside the gradients of more keys the memory would be missed.
-# The narrower ones are three tiles of a product for each of an H200's 132 processors.
-_SMALL_KEYS, _WIDE, _NARROW = 2**26, 32768, 12672
+# Products of wide panels are faster. Beside small keys they would take most of the memory, and beside
+# the gradients of large ones it would be missed; 12,672 are three tiles of a product for each of an
+# H200's 132 processors.
+_WIDTHS = {2**25 - 1: 16384, 2**26: 32768}  # up to so many elements of keys
+_NARROW = 12672
 _ROWS = {"TALL": 8, "DEEP": 256}  # of a program that goes along rows, and how much of them at once
 
 
@@ -184,7 +186,7 @@ class CudaTiles(Tiles):
     def add_gradients(self, weights: Weights, gain: Tensor, into: Gradients) -> None:
         """Add what these scores give to the gradients, to ``into.queries`` times ``gain``."""
         tall = min(self.panel, len(self.q))
-        wide = _NARROW if self.k.numel() > _SMALL_KEYS else _WIDE
+        wide = next((w for most, w in _WIDTHS.items() if self.k.numel() <= most), _NARROW)
         memory = self.q.new_empty(tall, min(wide, _up(len(self.k))))
         sums = self.scale.new_empty(tall, self.q.shape[1])
         logs = [None if x is None else x * _LOG2E for x in (weights.rows, weights.columns)]
