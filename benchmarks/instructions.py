@@ -1,4 +1,4 @@
-"""Machine instructions of one-element calls, by callgrind: a regression shows without a clock.
+"""Machine instructions of small calls, by callgrind: a regression shows without a clock.
 
     python benchmarks/instructions.py [--calls 100]
 
