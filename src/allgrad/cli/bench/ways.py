@@ -4,6 +4,7 @@
 |---|---|
 | raw | the backend's own call into a newly allocated output, and its adjoint, without autograd |
 | raw sends | broadcast by sends from the source, and back by sends to it, all at once |
+| bare | the fastest of these inside an autograd.Function with nothing else: what gradients cost at least |
 | nn | torch.distributed.nn.functional |
 | functional | torch.distributed's functional collectives, where their gradient is exact |
 | pad, gather, select | the usual way with unequal pieces; its backward keeps the own part only |
@@ -74,6 +75,19 @@ def _way(
 ) -> Way:
     """A way for a single tensor."""
     return Way(lambda xs: [forward(xs[0])], backward and (lambda gs: [backward(gs[0])]))
+
+
+def _bare(forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Way:
+    class Bare(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+            return forward(x)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004
+            return backward(gradients[0])
+
+    return _way(Bare.apply)
 
 
 def _waited(call: Callable[..., Any], *args: Any) -> Way:
@@ -168,6 +182,7 @@ _EQUAL: dict[str, Callable[[int], dict[str, Way]]] = {
     "all_reduce": lambda _: {
         "allgrad": _way(all_reduce),
         "raw": _way(_raw_all_reduce, _raw_all_reduce),
+        "bare": _bare(_raw_all_reduce, _raw_all_reduce),
         "nn": _way(nn.all_reduce),
         "functional": _waited(functional.all_reduce, "sum"),
     },
@@ -175,11 +190,13 @@ _EQUAL: dict[str, Callable[[int], dict[str, Way]]] = {
         "allgrad": _way(broadcast),
         "raw": _way(partial(_raw_broadcast, rank=rank), partial(_raw_reduce, rank=rank)),
         "raw sends": _way(partial(_send_out, rank=rank), partial(_send_back, rank=rank)),
+        "bare": _bare(partial(_send_out, rank=rank), partial(_send_back, rank=rank)),
         "nn": _way(lambda x: nn.broadcast(x, 0)),
     },
     "all_to_all": lambda _: {
         "allgrad": _way(lambda x: all_to_all(x, send_sizes="equal")),
         "raw": _way(_raw_all_to_all, _raw_all_to_all),
+        "bare": _bare(_raw_all_to_all, _raw_all_to_all),
         "nn": _way(lambda x: nn.all_to_all_single(torch.empty_like(x), x)),
         "functional": _waited(functional.all_to_all_single_autograd, None, None),
     },
