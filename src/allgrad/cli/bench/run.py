@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["Measured", "Spread", "Summary", "machine", "run", "weighable"]
 
 _LIMIT = 1800.0  # seconds for one case
+_TINY = (
+    64  # bytes: a sample is many calls, so that it is longer than what the machine does meanwhile
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ def weighable() -> bool:
 
 def _timed(case: Case, repeats: int | None) -> Measured:
     rounds = _rounds(case) if repeats is None else repeats
-    calls = 10 if case.nbytes * case.tensors <= 4096 else 1
+    calls = 100 if case.nbytes <= _TINY else 10 if case.nbytes * case.tensors <= 4096 else 1
     by_rank = run_ranks(measure, case.world, case, rounds, calls, timeout=_LIMIT)
     ways = {name: _slowest([times[name] for times in by_rank]) for name in by_rank[0]}
     return Measured(case, base_of(case), ways)
@@ -122,6 +125,8 @@ def _timed(case: Case, repeats: int | None) -> Measured:
 def _rounds(case: Case) -> int:
     """More samples where one is quick, and where noise is most of it."""
     nbytes = case.nbytes * case.tensors
+    if nbytes <= _TINY:
+        return 31
     return 101 if nbytes <= 4096 else 61 if nbytes <= 2**20 else 31 if nbytes <= 2**23 else 11
 
 
