@@ -13,9 +13,9 @@ Gloo's own calls take up to twice as long as these ways, on the host:
 | broadcast | up to 256 KiB, 3 or 4 ranks, ``sends``: to every peer at once | ``backend`` |
 
 ``copies`` and ``exchange`` take memory for all peers' pieces at once, the others for one piece, or for
-as many small ones as 8 MiB hold. Gloo sends from peer to peer only what lies on the host; of a GPU's tensors, ``reduce`` goes by ``gather``:
-all to dst, then add. NCCL, and backends that were not measured, get their own call where it takes
-the sizes.
+as many small ones as 8 MiB hold. Gloo sends from peer to peer only what lies on the host; of a GPU's
+tensors, ``reduce`` goes by ``gather``: all to dst, then add. NCCL, and backends that were not
+measured, get their own call where it takes the sizes.
 For experiments, ``with plans.using(all_gather="broadcasts"):`` takes one way whatever the table says.
 """
 
