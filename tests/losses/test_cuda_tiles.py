@@ -99,7 +99,7 @@ def test_tiny_loss_of_saturated_scores_keeps_its_digits(pairs, dtype):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_feature_that_is_no_number_is_not_hidden(name, value):
-    """It is left out of the largest norm, not of the scores."""
+    """NaN is left out of the largest norm, but not of the scores."""
     loss, _, scale, options = LOSSES[name]
     image, text = (x.cuda() for x in features(300, 64, torch.bfloat16))
     image[5, 7] = value

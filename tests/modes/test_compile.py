@@ -81,11 +81,11 @@ def many(at, sizes, x, y):
 SIZES = (2, 1, 3)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_several_collectives_in_one_graph(rank, dynamic):
+def test_several_collectives_in_one_graph(rank, world, dynamic):
     x, y = random((SIZES[rank], 2), rank), random((2,), 10 + rank)
-    check_as_eager(lambda x, y: many(None, SIZES, x, y), x, y, dynamic=dynamic)
+    check_as_eager(lambda x, y: many(None, SIZES[:world], x, y), x, y, dynamic=dynamic)
 
 
 @pytest.mark.timeout(400)
@@ -161,7 +161,7 @@ def captured(fn, *inputs):
     return graphs
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 3)
 def test_graphs_hold_functional_collectives(rank):
     """What Inductor knows how to schedule, and nothing of ours."""
     x = leaf(random((2, 2), rank))
@@ -187,21 +187,21 @@ def test_graphs_hold_functional_collectives(rank):
             assert not any("allgrad" in op for op in ops), name
 
 
-@pytest.mark.ranks(2)
-def test_contrastive_step(rank):
+@pytest.mark.ranks(2, 3)
+def test_contrastive_step(rank, world):
     """all_gather + cross-entropy: the step most programs compile."""
 
     def step(a, b, temperature):
-        everyone = ag.all_gather(b, sizes=(3, 2))
-        labels = torch.arange(a.shape[0]) + (0 if rank == 0 else 3)
+        everyone = ag.all_gather(b, sizes=SIZES[:world])
+        labels = torch.arange(a.shape[0]) + sum(SIZES[:rank])
         return nnf.cross_entropy(a @ everyone.T * temperature.exp(), labels)
 
-    n = (3, 2)[rank]
+    n = SIZES[rank]
     check_as_eager(step, random((n, 4), rank), random((n, 4), 9 + rank), random((), 3))
 
 
-@pytest.mark.ranks(2)
-def test_ddp_training_step(rank):
+@pytest.mark.ranks(2, 3)
+def test_ddp_training_step(rank, world):
     """A whole training step under DistributedDataParallel, compiled and not: the same parameters."""
 
     class Net(torch.nn.Module):
@@ -211,7 +211,7 @@ def test_ddp_training_step(rank):
 
         def forward(self, x):
             z = nnf.normalize(self.layer(x))
-            return z @ ag.all_gather(z, sizes=(3, 2)).T
+            return z @ ag.all_gather(z, sizes=SIZES[:world]).T
 
     def train(wrap):
         torch.manual_seed(0)
@@ -220,7 +220,7 @@ def test_ddp_training_step(rank):
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         for step in range(3):
             optimizer.zero_grad()
-            model(random(((3, 2)[rank], 4), 7 * step + rank)).square().sum().backward()
+            model(random((SIZES[rank], 4), 7 * step + rank)).square().sum().backward()
             optimizer.step()
         return torch.cat([p.detach().flatten() for p in net.parameters()])
 

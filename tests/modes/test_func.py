@@ -33,7 +33,7 @@ def check_every_mode(rank, world, name):
         same(got.detach(), WANTED[mode](case), mode)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(2, 3)
 def test_vmap_sends_one_message_for_the_whole_batch(rank, world):
     for name in LINEAR:
         case = Through(CALLS[name], Place(rank, world, sizes_given=True))

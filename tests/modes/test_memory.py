@@ -29,7 +29,7 @@ def saved_by(run):
     return saved
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     "name", [n for n in CALLS if not any(op in n for op in NONLINEAR) and "mean" not in n]
 )
@@ -40,7 +40,7 @@ def test_linear_collectives_save_nothing(rank, world, name):
     assert saved_by(lambda: call.run(Place(rank, world), x)) == []
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("op", NONLINEAR)
 def test_reductions_save_the_pieces_and_the_result_once(rank, world, op):
     """What torch itself saves for the same reduction over the stacked pieces, and nothing more."""
@@ -99,7 +99,7 @@ def gone(watched):
     return [ref() for ref in watched] == [None] * len(watched)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", CALLS)
 def test_no_cycle_keeps_a_tensor_alive(rank, world, name):
     call = CALLS[name]

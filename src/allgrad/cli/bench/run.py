@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["Measured", "Spread", "Summary", "machine", "run", "weighable"]
 
 _LIMIT = 1800.0  # seconds for one case
-_TINY = (
-    64  # bytes: a sample is many calls, so that it is longer than what the machine does meanwhile
-)
+# Bytes up to which a sample is many calls: it must last longer than what the machine does meanwhile.
+_TINY = 64
 
 
 @dataclass(frozen=True, slots=True)
