@@ -233,7 +233,7 @@ def exchange(
     if group.size == 1:
         heard = rows
     else:
-        heard = _send(group, [row[:ROW] for row in rows], [ROW] * group.size, device)
+        heard = _send(group, [row[:ROW] for row in rows], [ROW] * group.size, device, equal=True)
         rest = [max(0, Fixed.decode(row).about - _BODY) for row in heard]
         if any(rest):
             more = _send(group, [row[ROW:] for row in rows], rest, device)
@@ -253,11 +253,17 @@ def _for_receiver(
 
 
 def _send(
-    group: Group, rows: list[list[int]], lengths: list[int], device: torch.device
+    group: Group,
+    rows: list[list[int]],
+    lengths: list[int],
+    device: torch.device,
+    *,
+    equal: bool = False,
 ) -> list[list[int]]:
     where = wire.message_device(group, device)
     flat = torch.tensor([word for row in rows for word in row], dtype=torch.int64, device=where)
-    got: list[int] = wire.all_to_all(group, flat, [len(row) for row in rows], lengths).tolist()
+    sent = [len(row) for row in rows]
+    got: list[int] = wire.all_to_all(group, flat, sent, lengths, equal=equal).tolist()
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     return [got[start : start + n] for start, n in zip(starts, lengths, strict=True)]
 

@@ -29,14 +29,27 @@ from allgrad.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-__all__ = ["WAYS", "all_gather", "broadcast", "reduce", "reduce_scatter", "using"]
+__all__ = [
+    "WAYS",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "reduce_scatter",
+    "using",
+]
 
 COPIES_UP_TO = 256 * 1024
 EXCHANGE_UP_TO = 1024 * 1024
 SENDS_UP_TO, SENDS_AMONG = 256 * 1024, (3, 4)  # bytes; ranks
+HUB_UP_TO = 128 * 1024  # of all ranks together
+SUM_AT_HUB_UP_TO, SHARES_UP_TO = 256 * 1024, 16 << 20
 WAYS = {
-    "all_gather": ("copies", "broadcasts", "backend", "backend_list"),
-    "reduce_scatter": ("exchange", "pairs", "backend", "backend_list"),
+    "all_gather": ("hub", "copies", "pairs", "broadcasts", "backend", "backend_list"),
+    "reduce_scatter": ("hub", "exchange", "pairs", "backend", "backend_list"),
+    "all_reduce": ("hub", "shares", "backend"),
+    "all_to_all": ("hub", "backend"),
     "reduce": ("gather", "sends", "backend"),
     "broadcast": ("sends", "backend"),
 }
@@ -62,27 +75,50 @@ def using(**ways: str) -> Generator[None]:
         _chosen.update(before)
 
 
-def all_gather(backend: str, counts: Sequence[int], itemsize: int) -> str:
-    """``copies`` | ``broadcasts`` | ``backend`` | ``backend_list``."""
+def all_gather(backend: str, counts: Sequence[int], row: int, *, on_host: bool) -> str:
+    """``hub`` | ``copies`` | ``pairs`` | ``broadcasts`` | ``backend`` | ``backend_list``."""
     if chosen := _chosen.get("all_gather"):
         return chosen
     if backend == "gloo":
-        return "copies" if max(counts) * itemsize <= COPIES_UP_TO else "broadcasts"
+        if on_host and len(counts) > 2 and sum(counts) * row <= HUB_UP_TO:
+            return "hub"
+        return "copies" if max(counts) * row <= COPIES_UP_TO else "broadcasts"
     if len(set(counts)) == 1:
         return "backend"
     return "backend_list" if backend == "nccl" else "broadcasts"
 
 
-def reduce_scatter(backend: str, counts: Sequence[int], itemsize: int, *, on_host: bool) -> str:
-    """``exchange`` | ``pairs`` | ``backend`` | ``backend_list``."""
+def reduce_scatter(backend: str, counts: Sequence[int], row: int, *, on_host: bool) -> str:
+    """``hub`` | ``exchange`` | ``pairs`` | ``backend`` | ``backend_list``."""
     if chosen := _chosen.get("reduce_scatter"):
         return chosen
     if backend == "gloo":
-        small = max(counts) * itemsize <= EXCHANGE_UP_TO
+        if on_host and len(counts) > 2 and sum(counts) * row <= HUB_UP_TO:
+            return "hub"
+        small = max(counts) * row <= EXCHANGE_UP_TO
         return "exchange" if small or not on_host else "pairs"
     if len(set(counts)) == 1:
         return "backend"
     return "backend_list" if backend == "nccl" else "exchange"
+
+
+def all_reduce(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
+    """``hub`` | ``shares`` | ``backend``."""
+    if chosen := _chosen.get("all_reduce"):
+        return chosen
+    if backend != "gloo" or not on_host:
+        return "backend"
+    if nbytes <= SUM_AT_HUB_UP_TO:
+        return "hub"
+    return "shares" if ranks > 2 and nbytes <= SHARES_UP_TO else "backend"
+
+
+def all_to_all(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
+    """``hub`` | ``backend``: for blocks of one size between all ranks, known to be so."""
+    if chosen := _chosen.get("all_to_all"):
+        return chosen
+    few = backend == "gloo" and on_host and ranks > 2
+    return "hub" if few and ranks * nbytes <= HUB_UP_TO else "backend"
 
 
 def reduce(backend: str, *, on_host: bool) -> str:

@@ -7,14 +7,15 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
+__all__ = ["Cut", "apart", "apart_like", "even", "nothing", "plain", "together", "whole", "zeros"]
 
-__all__ = ["Cut", "apart", "apart_like", "even", "nothing", "plain", "together", "zeros"]
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def even(total: int, parts: int) -> tuple[int, ...]:
@@ -39,8 +40,15 @@ def together(xs: Sequence[Tensor]) -> Tensor:
     return flat
 
 
+def whole(xs: Sequence[Tensor]) -> Tensor:
+    """The same for what is not cut: a single tensor keeps its shape, for a view costs time too."""
+    return plain(xs[0]) if len(xs) == 1 and _is_eager(xs[0]) else together(xs)
+
+
 def apart_like(flat: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
-    """Undo ``together`` of tensors with these shapes, without a copy."""
+    """Undo ``together`` or ``whole`` of tensors with these shapes, without a copy."""
+    if len(xs) == 1 and flat.dim() == xs[0].dim():
+        return [flat]
     # In one call of torch, which gives tensors without elements another shape.
     if len(xs) > 1 and not torch.compiler.is_compiling() and all(map(torch.numel, xs)):
         return list(_unflatten_dense_tensors(flat, xs))
@@ -75,20 +83,29 @@ def zeros(received: Tensor, shape: Sequence[int]) -> Tensor:
     return fresh
 
 
+def _is_eager(x: Tensor) -> bool:
+    """Tell whether this is real memory. In graphs tensors are laid flat, as their ops want them."""
+    return type(x) in _PLAIN and not torch.compiler.is_compiling()
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How several tensors are cut: each along its own dim, into its own sizes by rank.
 
     tensor 0   [ a a | b ]               flat, by rank:
     tensor 1   [ c | d d ]     <--->     [ a a c | b d d ]
+
+    A single tensor cut along its first dimension lies by rank as it is: its counts are its sizes.
     """
 
     dims: tuple[int, ...]
     sizes: tuple[tuple[int, ...], ...]
 
-    def counts(self, xs: Sequence[Tensor]) -> list[int]:
-        """How many elements belong to each rank, all tensors together."""
+    def counts(self, xs: Sequence[Tensor]) -> Sequence[int]:
+        """What belongs to each rank, all tensors together: elements, or rows of a single tensor."""
         if len(xs) == 1:
+            if self.by_rows(xs):
+                return self.sizes[0]
             each = _others(xs[0], self.dims[0])
             return [size * each for size in self.sizes[0]]
         others = [_others(x, dim) for x, dim in zip(xs, self.dims, strict=True)]
@@ -119,11 +136,21 @@ class Cut:
             for x, dim, sizes in zip(xs, self.dims, self.sizes, strict=True)
         ]
 
+    def pieces(self, xs: Sequence[Tensor]) -> Tensor:
+        """One rank's blocks, as they lie among those of all ranks."""
+        return plain(xs[0]) if self.by_rows(xs) else together(xs)
+
+    def nothing(self, xs: Sequence[Tensor]) -> Tensor:
+        """No blocks at all, in the same way."""
+        return xs[0].new_empty((0, *xs[0].shape[1:])) if self.by_rows(xs) else nothing(xs)
+
     def lay_out(self, xs: Sequence[Tensor]) -> Tensor:
         """Cut the tensors and lay the blocks flat, rank after rank.
 
         No copy for a single contiguous tensor cut along its first dimension.
         """
+        if self.by_rows(xs):
+            return plain(xs[0])
         if len(xs) == 1 and self._in_order(xs[0]):
             return _flat(plain(xs[0]))
         blocks = [
@@ -137,12 +164,18 @@ class Cut:
 
         No copy for a single tensor along its first dimension, one otherwise.
         """
+        if self.by_rows(xs):
+            return [flat]
         if len(xs) == 1 and self._in_order(xs[0]):
             return [_shaped(flat, _with_length(xs[0].shape, self.dims[0], sum(self.sizes[0])))]
         ranks = range(len(self.sizes[0]))
         shapes = [shape for rank in ranks for shape in self.shapes(xs, rank)]
         blocks = apart(flat, shapes)
         return [torch.cat(blocks[i :: len(xs)], dim) for i, dim in enumerate(self.dims)]
+
+    def by_rows(self, xs: Sequence[Tensor]) -> bool:
+        """Tell whether what travels is a single tensor as it is, counted in rows."""
+        return len(xs) == 1 and self.dims[0] == 0 and _is_eager(xs[0])
 
     def _in_order(self, x: Tensor) -> bool:
         """Tell whether the blocks of the first tensor lie one after another in it as it is."""
@@ -157,7 +190,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _shaped(flat: Tensor, shape: Sequence[int]) -> Tensor:
-    return flat if len(shape) == 1 else flat.view(shape)
+    return flat if flat.dim() == len(shape) else flat.view(shape)
 
 
 def _others(x: Tensor, dim: int) -> int:

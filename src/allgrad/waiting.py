@@ -14,21 +14,27 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 import weakref
+from concurrent import futures
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from allgrad.errors import AllgradError, InputError, RankLate, RankLost, RankRaised, rank_table
 from allgrad.groups import world_rank, world_store
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from allgrad.groups import Group
 
 __all__ = [
+    "cut_off",
     "deadline",
     "explain",
     "introduce",
@@ -41,11 +47,13 @@ __all__ = [
     "tell_failure",
     "usual",
     "wait",
+    "wait_for_peers",
 ]
 
 _ROLL_CALL_SECONDS = 2.0
 _LOOK_EVERY = 0.5
 _ENVIRONMENT = "ALLGRAD_DEADLINE"
+_NEVER_SENT = 0x7FFF  # a tag
 
 
 def _seconds(value: object, where: str) -> float:
@@ -162,6 +170,44 @@ def wait(group: Group, work: Any) -> None:
                 raise
         else:
             return
+
+
+def wait_for_peers(group: Group, works: Sequence[Any]) -> None:
+    """The same for messages from rank to rank. A wait for these cannot be tried: one that ends
+    before they come ends the connections. So another thread waits while this one listens.
+    """
+    allowed = None if _LIMITS.seconds is None else timedelta(seconds=_LIMITS.seconds)
+    if _LIMITS.used is None:
+        for work in works:
+            work.wait() if allowed is None else work.wait(allowed)
+        return
+    done: Future[None] = Future()
+
+    def wait_aside() -> None:
+        try:
+            for work in works:
+                work.wait() if allowed is None else work.wait(allowed)
+            done.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - raised where it is listened for
+            done.set_exception(error)
+
+    threading.Thread(target=wait_aside, daemon=True).start()
+    while not futures.wait([done], _LOOK_EVERY).done:
+        _raise_told(group)
+    done.result()
+
+
+def cut_off(group: Group) -> None:
+    """Close this rank's connections, after a message from rank to rank failed.
+
+    Ranks may wait for this one that have nothing to do with the one that failed: so they are told.
+    Gloo closes all connections when a wait ends before the message came.
+    """
+    for peer in range(group.size):
+        if peer != group.rank:
+            with contextlib.suppress(RuntimeError):
+                never = group.process_group.recv([torch.empty(1)], peer, _NEVER_SENT)
+                never.wait(timedelta(milliseconds=1))
 
 
 def tell_failure(error: BaseException) -> None:

@@ -1,12 +1,15 @@
 """The only mover of bytes: plain tensors between ranks, over torch.distributed.
 
-No gradients here. Every call takes flat contiguous memory (a tensor of one dimension) with counts
-of elements by rank, leaves it as it was, and returns new memory. Six calls are enough: whatever
-gathers, scatters or permutes is an ``all_to_all`` with the right counts.
+No gradients here. Every call takes contiguous memory, leaves it as it was, and returns new memory.
+Counts by rank are lengths along the first dimension. Six calls are enough: whatever gathers,
+scatters or permutes is an ``all_to_all`` with the right counts.
+
+In graphs, what has counts is flat: a tensor of one dimension.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -60,7 +63,7 @@ def watch(watcher: Callable[[Group, Planned], AbstractContextManager[None]] | No
 
 
 def all_reduce(group: Group, x: Tensor, *, scratch: bool = False) -> Tensor:
-    """Sum over ranks, on every rank; of contiguous memory in any shape.
+    """Sum over ranks, on every rank.
 
     ``scratch`` gives ``x`` away: the result may take its memory.
     """
@@ -69,9 +72,7 @@ def all_reduce(group: Group, x: Tensor, *, scratch: bool = False) -> Tensor:
     if _stays_here(group, x):
         return x if scratch else x.clone()
     if graph_wire.in_graph(x):
-        if x.dim() == 1:
-            return graph_wire.all_reduce(x, group.name)
-        return graph_wire.all_reduce(x.view(-1), group.name).view(x.shape)
+        return _flattened(x, lambda flat: graph_wire.all_reduce(flat, group.name))
     planned = Planned("all_reduce", x.dtype, x.device, x.numel())
     return _in_turn(group, planned, moves.all_reduce, x, scratch)
 
@@ -83,7 +84,7 @@ def broadcast(group: Group, x: Tensor, src: int) -> Tensor:
     if _stays_here(group, x):
         return x.clone()
     if graph_wire.in_graph(x):
-        return graph_wire.broadcast(x, src, group.name)
+        return _flattened(x, lambda flat: graph_wire.broadcast(flat, src, group.name))
     planned = Planned("broadcast", x.dtype, x.device, x.numel(), src)
     return _in_turn(group, planned, moves.broadcast, x, src)
 
@@ -107,21 +108,29 @@ def reduce(group: Group, x: Tensor, dst: int) -> Tensor:
     if _stays_here(group, x):
         return x.clone()
     if graph_wire.in_graph(x):
-        return graph_wire.reduce(x, dst, group.rank, group.size, group.name)
+        return _flattened(
+            x, lambda flat: graph_wire.reduce(flat, dst, group.rank, group.size, group.name)
+        )
     planned = Planned("reduce", x.dtype, x.device, x.numel(), dst)
     return _in_turn(group, planned, moves.reduce, x, dst)
 
 
-def all_to_all(group: Group, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """Block ``r`` of ``x`` to rank ``r``; the blocks received, in rank order."""
+def all_to_all(
+    group: Group, x: Tensor, send: Sequence[int], receive: Sequence[int], *, equal: bool = False
+) -> Tensor:
+    """Block ``r`` of ``x`` to rank ``r``; the blocks received, in rank order.
+
+    ``equal`` tells that all blocks between all ranks are known to have one size.
+    """
     if _at_once(group, x):
-        return moves.all_to_all(group, x, send, receive)
+        return moves.all_to_all(group, x, send, receive, equal)
     if _stays_here(group, x):
-        return x.clone() if group.size == 1 else x.new_empty(sum(receive))
+        return x.clone() if group.size == 1 else x.new_empty((sum(receive), *x.shape[1:]))
     if graph_wire.in_graph(x):
         return graph_wire.all_to_all(x, send, receive, group.name)
-    planned = Planned("all_to_all", x.dtype, x.device, 0, -1, send, receive)
-    return _in_turn(group, planned, moves.all_to_all, x, send, receive)
+    counts = _in_elements(x, send), _in_elements(x, receive)
+    planned = Planned("all_to_all", x.dtype, x.device, 0, -1, *counts)
+    return _in_turn(group, planned, moves.all_to_all, x, send, receive, equal)
 
 
 def all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
@@ -129,10 +138,10 @@ def all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
     if _at_once(group, x):
         return moves.all_gather(group, x, counts)
     if _stays_here(group, x):
-        return x.clone() if group.size == 1 else x.new_empty(sum(counts))
+        return x.clone() if group.size == 1 else x.new_empty((sum(counts), *x.shape[1:]))
     if graph_wire.in_graph(x):
         return graph_wire.all_gather(x, counts, group.name)
-    planned = Planned("all_gather", x.dtype, x.device, 0, -1, counts)
+    planned = Planned("all_gather", x.dtype, x.device, 0, -1, _in_elements(x, counts))
     return _in_turn(group, planned, moves.all_gather, x, counts)
 
 
@@ -141,10 +150,10 @@ def reduce_scatter(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
     if _at_once(group, x):
         return moves.reduce_scatter(group, x, counts)
     if _stays_here(group, x):
-        return x.clone() if group.size == 1 else x.new_empty(counts[group.rank])
+        return x.clone() if group.size == 1 else x.new_empty((counts[group.rank], *x.shape[1:]))
     if graph_wire.in_graph(x):
         return graph_wire.reduce_scatter(x, counts, group.rank, group.name)
-    planned = Planned("reduce_scatter", x.dtype, x.device, 0, -1, counts)
+    planned = Planned("reduce_scatter", x.dtype, x.device, 0, -1, _in_elements(x, counts))
     return _in_turn(group, planned, moves.reduce_scatter, x, counts)
 
 
@@ -159,6 +168,16 @@ def send_words(
     flat = torch.tensor(words, dtype=torch.int64, device=message_device(group, device))
     heard: list[int] = moves.all_to_all(group, flat, send, receive).tolist()
     return heard
+
+
+def _flattened(x: Tensor, call: Callable[[Tensor], Tensor]) -> Tensor:
+    return call(x) if x.dim() == 1 else call(x.view(-1)).view(x.shape)
+
+
+def _in_elements(x: Tensor, counts: Sequence[int]) -> list[int]:
+    """Counts as ranks compare them: pieces of other widths do not fit."""
+    width = prod(x.shape[1:])
+    return [count * width for count in counts]
 
 
 def _at_once(group: Group, x: Tensor) -> bool:

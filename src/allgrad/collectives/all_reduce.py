@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from allgrad import graph_wire, reductions, wire
 from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.all_gather import gather_pair, once_pair, reduce_pieces
 from allgrad.collectives.arguments import Grad, Nest, check_grad, shapes, take, way_to_run
 from allgrad.collectives.repeated import recall, remember
-from allgrad.ragged import Cut, apart_like, even, together
+from allgrad.ragged import Cut, apart_like, even, together, whole
 from allgrad.transforms import apply
 
 if TYPE_CHECKING:
@@ -140,12 +138,8 @@ def _once_pair(ranks: Group, divided_by: int) -> AdjointPair:
 
 
 def _reduced(ranks: Group, xs: Sequence[Tensor], by: int) -> list[Tensor]:
-    if len(xs) == 1 and by == 1 and not torch.compiler.is_compiling():
-        # A copy has the values that a conjugate or negative view stands for. (A graph's op makes one.)
-        fresh = xs[0].clone(memory_format=torch.contiguous_format)
-        return [wire.all_reduce(ranks, fresh, scratch=True)]
-    joined = len(xs) > 1  # then what travels is a copy already
-    return _divided(wire.all_reduce(ranks, together(xs), scratch=joined), xs, by)
+    copied = len(xs) > 1 or not xs[0].is_contiguous()
+    return _divided(wire.all_reduce(ranks, whole(xs), scratch=copied), xs, by)
 
 
 def _divided(fresh: Tensor, xs: Sequence[Tensor], by: int) -> list[Tensor]:

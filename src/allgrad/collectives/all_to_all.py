@@ -22,7 +22,7 @@ from allgrad.collectives.arguments import (
 )
 from allgrad.collectives.repeated import frozen, recall, remember
 from allgrad.errors import InputError
-from allgrad.ragged import Cut
+from allgrad.ragged import Cut, plain
 from allgrad.transforms import apply
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def all_to_all(
     into = receive
 
     def run(which: list[int], xs: list[Tensor]) -> Any:
-        pair = exchange_pair(ranks, send.of(which), into.of(which))
+        pair = exchange_pair(ranks, send.of(which), into.of(which), equal=send_sizes == "equal")
         if recv_sizes is not None and xs[0] is x:  # not a vector made of a single number
             remember(pair, *given)
         return way_to_run(async_op)(pair, xs)
@@ -102,12 +102,18 @@ def all_to_all(
     return taken.run(run, async_op=async_op)
 
 
-def exchange_pair(ranks: Group, send: Cut, receive: Cut) -> AdjointPair:
-    """Blocks of ``send`` sizes out, blocks of ``receive`` sizes in; swapped in the adjoint."""
+def exchange_pair(ranks: Group, send: Cut, receive: Cut, *, equal: bool = False) -> AdjointPair:
+    """Blocks of ``send`` sizes out, blocks of ``receive`` sizes in; swapped in the adjoint.
+
+    ``equal`` tells that all blocks between all ranks have one size.
+    """
 
     def move(xs: Sequence[Tensor], out: Cut, into: Cut) -> list[Tensor]:
-        flat = wire.all_to_all(ranks, out.lay_out(xs), out.counts(xs), into.counts(xs))
-        return into.join(flat, xs)
+        if out.by_rows(xs):
+            rows = plain(xs[0])
+            return [wire.all_to_all(ranks, rows, out.sizes[0], into.sizes[0], equal=equal)]
+        counts = out.counts(xs), into.counts(xs)
+        return into.join(wire.all_to_all(ranks, out.lay_out(xs), *counts, equal=equal), xs)
 
     return AdjointPair(
         "all_to_all",

@@ -19,7 +19,7 @@ from allgrad.collectives.arguments import (
 )
 from allgrad.collectives.gather import to_one_pair
 from allgrad.collectives.repeated import recall, remember
-from allgrad.ragged import Cut, apart_like, together
+from allgrad.ragged import Cut, apart_like, together, whole
 from allgrad.transforms import apply
 
 if TYPE_CHECKING:
@@ -122,11 +122,11 @@ def _reduce(
 
 def _sum_pair(ranks: Group, root: int, divided_by: int = 1) -> AdjointPair:
     def send(xs: Sequence[Tensor]) -> list[Tensor]:
-        out = wire.broadcast(ranks, together(xs), root)
+        out = wire.broadcast(ranks, whole(xs), root)
         return apart_like(_divide(out, divided_by), xs)
 
     def collect(xs: Sequence[Tensor]) -> list[Tensor]:
-        out = wire.reduce(ranks, together(xs), root)
+        out = wire.reduce(ranks, whole(xs), root)
         return apart_like(_divide(out, divided_by), xs)
 
     return AdjointPair("broadcast", "reduce", send, collect)

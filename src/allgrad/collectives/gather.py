@@ -26,7 +26,7 @@ from allgrad.collectives.arguments import (
     way_to_run,
 )
 from allgrad.errors import InputError, TensorError, rank_table
-from allgrad.ragged import Cut, apart, nothing, together
+from allgrad.ragged import Cut, apart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -193,7 +193,7 @@ def to_one_pair(ranks: Group, cut: Cut, root: int) -> AdjointPair:
     """Gather <-> scatter. Off ``root`` only the own sizes are looked at."""
     here = ranks.rank == root
 
-    def counts(xs: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    def counts(xs: Sequence[Tensor]) -> tuple[Sequence[int], Sequence[int]]:
         """What the pieces' side sends, and what the root's side receives."""
         by_rank = cut.counts(xs)
         out = [by_rank[ranks.rank] if rank == root else 0 for rank in range(ranks.size)]
@@ -201,12 +201,12 @@ def to_one_pair(ranks: Group, cut: Cut, root: int) -> AdjointPair:
 
     def collect(xs: Sequence[Tensor]) -> list[Tensor]:
         out, into = counts(xs)
-        flat = wire.all_to_all(ranks, together(xs), out, into)
+        flat = wire.all_to_all(ranks, cut.pieces(xs), out, into)
         return cut.join(flat, xs) if here else apart(flat, cut.none(xs))
 
     def deal(xs: Sequence[Tensor]) -> list[Tensor]:
         out, into = counts(xs)
-        flat = cut.lay_out(xs) if here else nothing(xs)
+        flat = cut.lay_out(xs) if here else cut.nothing(xs)
         return apart(wire.all_to_all(ranks, flat, into, out), cut.shapes(xs, ranks.rank))
 
     return AdjointPair("gather", "scatter", collect, deal)

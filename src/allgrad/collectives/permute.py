@@ -8,7 +8,7 @@ from allgrad import wire
 from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.arguments import Nest, Sizes, check_rank, own_pieces, shapes, way_to_run
 from allgrad.errors import GroupError, InputError
-from allgrad.ragged import Cut, apart, nothing, together, zeros
+from allgrad.ragged import Cut, apart, zeros
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -103,14 +103,14 @@ def permute_pair(ranks: Group, to: Mapping[int, int], cut: Cut) -> AdjointPair:
     after = Cut(cut.dims, tuple(landed))
 
     def move(
-        xs: Sequence[Tensor], to: Mapping[int, int], back: Mapping[int, int], result: Cut
+        xs: Sequence[Tensor], to: Mapping[int, int], back: Mapping[int, int], cut: Cut, result: Cut
     ) -> list[Tensor]:
         send, receive = [0] * ranks.size, [0] * ranks.size
         if ranks.rank in to:
-            send[to[ranks.rank]] = sum(x.numel() for x in xs)
+            send[to[ranks.rank]] = cut.counts(xs)[ranks.rank]
         if ranks.rank in back:
             receive[back[ranks.rank]] = result.counts(xs)[ranks.rank]
-        sent = together(xs) if ranks.rank in to else nothing(xs)
+        sent = cut.pieces(xs) if ranks.rank in to else cut.nothing(xs)
         got = wire.all_to_all(ranks, sent, send, receive)
         shapes = result.shapes(xs, ranks.rank)
         return apart(got, shapes) if ranks.rank in back else [zeros(got, s) for s in shapes]
@@ -118,8 +118,8 @@ def permute_pair(ranks: Group, to: Mapping[int, int], cut: Cut) -> AdjointPair:
     return AdjointPair(
         "permute",
         "permute",
-        lambda xs: move(xs, to, back, after),
-        lambda xs: move(xs, back, to, cut),
+        lambda xs: move(xs, to, back, cut, after),
+        lambda xs: move(xs, back, to, after, cut),
     )
 
 

@@ -4,6 +4,7 @@
 |---|---|
 | raw | the backend's own call into a newly allocated output, and its adjoint, without autograd |
 | raw sends | broadcast by sends from the source, and back by sends to it, all at once |
+| raw hub | everything sent to one rank, which sends everyone what is theirs |
 | bare | the fastest of these inside an autograd.Function with nothing else: what gradients cost at least |
 | nn | torch.distributed.nn.functional |
 | functional | torch.distributed's functional collectives, where their gradient is exact |
@@ -28,7 +29,7 @@ from allgrad.collectives.all_to_all import all_to_all
 from allgrad.collectives.broadcast import broadcast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -154,6 +155,39 @@ def _send_back(g: Tensor, rank: int) -> Tensor:
     return total
 
 
+def _through_hub(x: Tensor, answers: Callable[[Tensor], Sequence[Tensor]], rank: int) -> Tensor:
+    """What everyone sends to rank 0, in rows, and what that answers to each."""
+    out = torch.empty_like(x)
+    if rank:
+        works = [dist.irecv(out, 0), dist.isend(x, 0)]
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+        return out
+    pieces = x.new_empty(dist.get_world_size(), *x.shape)
+    works = [dist.irecv(pieces[peer], peer) for peer in range(1, len(pieces))]
+    pieces[0].copy_(x)
+    for work in works:
+        work.wait()  # type: ignore[union-attr]
+    made = answers(pieces)
+    works = [dist.isend(made[peer], peer) for peer in range(1, len(pieces))]
+    out.copy_(made[0])
+    for work in works:
+        work.wait()  # type: ignore[union-attr]
+    return out
+
+
+def _summed_by_hub(x: Tensor, rank: int) -> Tensor:
+    return _through_hub(x, lambda pieces: pieces.sum(0).expand_as(pieces), rank)
+
+
+def _exchanged_by_hub(x: Tensor, rank: int) -> Tensor:
+    def by_receiver(pieces: Tensor) -> Tensor:
+        blocks = pieces.view(len(pieces), len(pieces), -1)
+        return blocks.transpose(0, 1).contiguous().view_as(pieces)
+
+    return _through_hub(x, by_receiver, rank)
+
+
 def _nn_reduce_scatter(x: Tensor) -> Tensor:
     parts = list(x.chunk(dist.get_world_size()))
     out: Tensor = nn.reduce_scatter(torch.empty_like(parts[0]), parts)
@@ -179,10 +213,12 @@ _EQUAL: dict[str, Callable[[int], dict[str, Way]]] = {
         "nn": _way(_nn_reduce_scatter),
         "functional": _waited(_SCATTER, "sum", 0),
     },
-    "all_reduce": lambda _: {
+    "all_reduce": lambda rank: {
         "allgrad": _way(all_reduce),
         "raw": _way(_raw_all_reduce, _raw_all_reduce),
+        "raw hub": _way(partial(_summed_by_hub, rank=rank), partial(_summed_by_hub, rank=rank)),
         "bare": _bare(_raw_all_reduce, _raw_all_reduce),
+        "bare hub": _bare(partial(_summed_by_hub, rank=rank), partial(_summed_by_hub, rank=rank)),
         "nn": _way(nn.all_reduce),
         "functional": _waited(functional.all_reduce, "sum"),
     },
@@ -193,9 +229,12 @@ _EQUAL: dict[str, Callable[[int], dict[str, Way]]] = {
         "bare": _bare(partial(_send_out, rank=rank), partial(_send_back, rank=rank)),
         "nn": _way(lambda x: nn.broadcast(x, 0)),
     },
-    "all_to_all": lambda _: {
+    "all_to_all": lambda rank: {
         "allgrad": _way(lambda x: all_to_all(x, send_sizes="equal")),
         "raw": _way(_raw_all_to_all, _raw_all_to_all),
+        "raw hub": _way(
+            partial(_exchanged_by_hub, rank=rank), partial(_exchanged_by_hub, rank=rank)
+        ),
         "bare": _bare(_raw_all_to_all, _raw_all_to_all),
         "nn": _way(lambda x: nn.all_to_all_single(torch.empty_like(x), x)),
         "functional": _waited(functional.all_to_all_single_autograd, None, None),
