@@ -66,7 +66,11 @@ class Traffic:
         rank = dist.get_rank()
         if MOVERS[name] == "all_to_all_single":
             _, into, sent, *_ = args
-            width = x.element_size()
+            if not sent and not into:
+                each = x.nbytes // dist.get_world_size() * (dist.get_world_size() - 1)
+                return each, each
+            row = x.nbytes // len(x) if len(x) else 0  # nothing comes then
+            width = row or args[0].nbytes // max(1, len(args[0]))
             return width * (sum(sent) - sent[rank]), width * (sum(into) - into[rank])
         if MOVERS[name] == "all_gather_into_tensor":
             return 0, 0
@@ -86,76 +90,99 @@ class Traffic:
     __hash__ = None
 
 
-def all_gather(n, r, large):
+def peer_to_peer(sends, receives, sent, received):
+    calls = {"isend": sends, "irecv": receives}
+    return {name: count for name, count in calls.items() if count}, sent, received
+
+
+def through_hub(given, got, r):
+    """Rank ``r`` gives and gets so many bytes; rank 0 takes and answers for all of them."""
+    if r:
+        return peer_to_peer(bool(given[r]), bool(got[r]), given[r], got[r])
+    given, got = given[1:], got[1:]
+    return peer_to_peer(sum(1 for n in got if n), sum(1 for n in given if n), sum(got), sum(given))
+
+
+def all_gather(n, r):
     """``n`` are the bytes of each rank's piece, ``r`` is this rank."""
-    others = sum(n) - n[r]
-    if large:
-        return {"broadcast": sum(1 for size in n if size)}, n[r], others
-    return {"all_to_all_single": 1}, (len(n) - 1) * n[r], others
+    world, others = len(n), sum(n) - n[r]
+    if sum(n) <= plans.HUB_UP_TO:
+        if world > 2:
+            return through_hub(n, [sum(n)] * world, r)
+        return {"all_to_all_single": 1}, (world - 1) * n[r], others
+    if max(n) <= plans.PAIRS_UP_TO:
+        coming = sum(1 for rank, size in enumerate(n) if size and rank != r)
+        return peer_to_peer((world - 1) * bool(n[r]), coming, (world - 1) * n[r], others)
+    return {"broadcast": sum(1 for size in n if size)}, n[r], others
 
 
-def reduce_scatter(n, r, large):
-    others, own = sum(n) - n[r], (len(n) - 1) * n[r]
-    if large:
-        sends = sum(1 for rank, size in enumerate(n) if size and rank != r)
-        calls = {"isend": sends, "irecv": len(n) - 1 if n[r] else 0}
-        return {name: count for name, count in calls.items() if count}, others, own
-    return {"all_to_all_single": 1}, others, own
+def reduce_scatter(n, r):
+    world, others = len(n), sum(n) - n[r]
+    if sum(n) <= plans.HUB_UP_TO and world > 2:
+        return through_hub([sum(n)] * world, n, r)
+    if max(n) <= plans.EXCHANGE_UP_TO:
+        return {"all_to_all_single": 1}, others, (world - 1) * n[r]
+    sends = sum(1 for rank, size in enumerate(n) if size and rank != r)
+    return peer_to_peer(sends, (world - 1) * bool(n[r]), others, (world - 1) * n[r])
 
 
-def all_reduce(n, r, _):
+def all_reduce(n, r):
+    if n[r] <= plans.SUM_AT_HUB_UP_TO:
+        return through_hub(n, n, r)
     return {"all_reduce": 1}, n[r], n[r]
 
 
-def broadcast(n, r, large):
-    if large or len(n) == 2:
-        return {"broadcast": 1}, *((n[r], 0) if r == 1 else (0, n[r]))
+def broadcast(n, r):
     others = len(n) - 1
+    if len(n) * n[r] > plans.SENDS_UP_TO or len(n) == 2:
+        return {"broadcast": 1}, *((n[r], 0) if r == 1 else (0, n[r]))
     return ({"isend": others}, others * n[r], 0) if r == 1 else ({"irecv": 1}, 0, n[r])
 
 
-def reduce(n, r, _):
+def reduce(n, r):
     sent, received = (0, (len(n) - 1) * n[r]) if r == 1 else (n[r], 0)
     return ({"irecv": len(n) - 1} if r == 1 else {"isend": 1}), sent, received
 
 
-def gather(n, r, _):
+def gather(n, r):
     sent, received = (0, sum(n) - n[r]) if r == 1 else (n[r], 0)
     return {"all_to_all_single": 1}, sent, received
 
 
-def scatter(n, r, _):
-    calls, sent, received = gather(n, r, _)
+def scatter(n, r):
+    calls, sent, received = gather(n, r)
     return calls, received, sent
 
 
-def shift(n, r, _):
+def shift(n, r):
     return {"all_to_all_single": 1}, n[r], n[r - 1]
 
 
-def shift_back(n, r, _):
+def shift_back(n, r):
     return {"all_to_all_single": 1}, n[r - 1], n[r]
 
 
-def all_to_all(n, r, _):
+def all_to_all(n, r):
     """Every rank cuts a piece of ``n[r]`` rows for each other; here all have the same."""
+    if len(n) * n[r] <= plans.HUB_UP_TO and len(n) > 2:
+        return through_hub(n, n, r)
     others = n[r] // len(n) * (len(n) - 1)
     return {"all_to_all_single": 1}, others, others
 
 
-def scan(n, r, _):
+def scan(n, r):
     """By doubling the distance: what has a rank that far ahead, or behind, to go to."""
     distances = [2**k for k in range(math.ceil(math.log2(len(n))))]
     sent = sum(n[r] for d in distances if r + d < len(n))
     return {"all_to_all_single": len(distances)}, sent, sum(n[r] for d in distances if r >= d)
 
 
-def scan_back(n, r, _):
-    calls, sent, received = scan(n, r, _)
+def scan_back(n, r):
+    calls, sent, received = scan(n, r)
     return calls, received, sent
 
 
-def nothing(n, r, _):
+def nothing(n, r):
     return {}, 0, 0
 
 
@@ -201,29 +228,53 @@ EQUAL = {
 }
 
 
-def rows_by_rank(world, large, ragged):
-    """A few rows, or some more than what plans call small."""
-    rows, scale = ((2, 1, 3, 0), 1) if ragged else ((12,) * 4, 1 / 8)
-    factor = int(scale * plans.EXCHANGE_UP_TO) // ROW if large else 1
-    return tuple(factor * count for count in rows[:world])
+SIZES = {"small": 1, "medium": 80, "large": plans.EXCHANGE_UP_TO // ROW}
+
+
+def rows_by_rank(world, size, ragged):
+    """A few rows, or more than what plans call small, or than what they call medium."""
+    rows, scale = ((2, 1, 3, 0), 1) if ragged else ((12,) * 4, 1 / 8 if size == "large" else 1)
+    return tuple(int(scale * SIZES[size]) * count for count in rows[:world])
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     ("name", "ragged"), [*((n, True) for n in RAGGED), *((n, False) for n in [*RAGGED, *EQUAL])]
 )
-def test_messages_and_bytes_follow_the_formulas(rank, world, name, ragged, large):
+def test_messages_and_bytes_follow_the_formulas(rank, world, name, ragged, size):
     make, call, forward, backward = (RAGGED | EQUAL)[name]
-    rows = rows_by_rank(world, large, ragged)
+    rows = rows_by_rank(world, size, ragged)
     n = [ROW * count for count in rows]
     x = make(rows, rank)
     with Traffic() as there:
         y = call(x, rows)
     with Traffic() as back:
         y.backward(torch.ones_like(y))
-    assert there == forward(n, rank, large)
-    assert back == backward(n, rank, large)
+    assert there == forward(n, rank)
+    assert back == backward(n, rank)
+
+
+def test_sizes_reach_every_way():
+    """The sizes above are on all sides of the plans' limits."""
+    ways = {operation: set() for operation in plans.WAYS}
+    for world in (2, 3, 4):
+        for size in SIZES:
+            for ragged in (False, True):
+                n = [ROW * count for count in rows_by_rank(world, size, ragged)]
+                for name in ("all_gather", "reduce_scatter"):
+                    ways[name].add(getattr(plans, name)("gloo", n, 1, on_host=True))
+                for name in ("all_reduce", "all_to_all", "broadcast"):
+                    if not ragged:
+                        ways[name].add(getattr(plans, name)("gloo", world, n[0], on_host=True))
+    assert ways == {
+        "all_gather": {"hub", "copies", "pairs", "broadcasts"},
+        "reduce_scatter": {"hub", "exchange", "pairs"},
+        "all_reduce": {"hub", "backend"},
+        "all_to_all": {"hub", "backend"},
+        "broadcast": {"sends", "backend"},
+        "reduce": set(),
+    }
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -237,18 +288,28 @@ def test_only_sizes_found_out_cost_an_exchange(rank, world, name):
         call(x, **promise)
     with Traffic() as found:
         call(x)
-    assert found.calls == given.calls + Counter({"all_to_all_single": 1})
-    assert found.sent == given.sent + EXCHANGE * (world - 1)
-    assert found.received == given.received + EXCHANGE * (world - 1)
+    calls, sent, received = exchange(world, rank)
+    if name == "all_to_all" and world > 2:  # whose blocks need not have one size then
+        assert found.calls == Counter({"all_to_all_single": 1}) + Counter(calls)
+        return
+    assert found.calls == given.calls + Counter(calls)
+    assert found.sent == given.sent + sent
+    assert found.received == given.received + received
+
+
+def exchange(world, rank):
+    """What finding sizes out costs: an all_to_all of equal blocks."""
+    return all_to_all([EXCHANGE * world] * world, rank)
 
 
 @pytest.mark.ranks(3)
-def test_a_nest_finds_its_sizes_out_in_one_exchange(rank):
+def test_a_nest_finds_its_sizes_out_in_one_exchange(rank, world):
     xs = [torch.ones(rank + 1, ROW // 4) for _ in range(8)]
     with Traffic() as nest:
         ag.all_gather(xs)
-    assert nest == ({"all_to_all_single": 2}, 2 * (EXCHANGE + 8 * ROW * (rank + 1)), nest.received)
-    assert nest.received == 2 * EXCHANGE + 8 * ROW * (6 - rank - 1)
+    calls, sent, received = exchange(world, rank)
+    pieces = all_gather([8 * ROW * (r + 1) for r in range(world)], rank)
+    assert nest == (Counter(calls) + Counter(pieces[0]), sent + pieces[1], received + pieces[2])
 
 
 class Allocations(TorchDispatchMode):
@@ -282,43 +343,46 @@ def allocated(call, x, rows):
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-def test_memory_is_taken_for_the_result_alone_where_pieces_are_large(rank, world, large):
-    rows = rows_by_rank(world, large, ragged=True)
+@pytest.mark.parametrize("size", SIZES)
+def test_memory_is_taken_for_the_result_alone_where_pieces_are_large(rank, world, size):
+    rows = rows_by_rank(world, size, ragged=True)
     total, own = sum(rows) * ROW, rows[rank] * ROW
+    coming = min(world - 1, moves._AHEAD // own) * own  # at once
+    summing = {
+        "small": [own] if rank else [world * total, total, own],  # the hub has everyone's whole
+        "medium": [world * own, own],
+        "large": [coming, own],
+    }[size]
     there, back = allocated(RAGGED["all_gather"][1], held(rows, rank), rows)
-    coming = min(world - 1, moves._AHEAD // own) * own
-    if large:
-        assert there == [total]
-        assert back == [coming, own]  # what comes in, and the sum
-    else:
-        assert sorted(there) == sorted([world * own, total])  # the copies, and the result
-        assert sorted(back) == sorted([world * own, own])  # what comes in, and the sum
+    assert there == [total]
+    assert back == summing
     there, back = allocated(RAGGED["reduce_scatter"][1], whole(rows, rank), rows)
-    assert there == ([coming, own] if large else [world * own, own])
-    assert back[-1] == total
-    assert len(back) == (1 if large else 2)
+    assert there == summing
+    assert back == [total]
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_to_all"])
-def test_one_allocation_each_way(rank, world, name, large):
-    rows = rows_by_rank(world, large, ragged=False)
+def test_one_allocation_each_way(rank, world, name, size):
+    rows = rows_by_rank(world, size, ragged=False)
     there, back = allocated(EQUAL[name][1], held(rows, rank), rows)
     own = rows[rank] * ROW
+    at_hub = rank == 0 and EQUAL[name][2]([own] * world, 0)[0].get("irecv")
+    if name != "broadcast" and at_hub:  # which has everyone's pieces, and what it makes of them
+        want = [world * own, own] if name == "all_reduce" else [own, world * own, world * own]
+        assert there == back == want
+        return
     assert there == [own]
-    if name != "broadcast":
-        assert back == [own]
-    elif rank != 1:
-        assert back == [own]  # zeros
+    if name != "broadcast" or rank != 1:
+        assert back == [own]  # or zeros
 
 
 @pytest.mark.ranks(3)
 def test_another_dim_costs_one_copy(rank, world):
-    columns = torch.ones(ROW, rows_by_rank(world, True, True)[rank] // 4, requires_grad=True)
+    columns = torch.ones(ROW, rows_by_rank(world, "large", True)[rank] // 4, requires_grad=True)
     there, _ = allocated(lambda x, _: ag.all_gather(x, 1), columns, None)
-    large = [n for n in there if n > EXCHANGE * world]
+    large = [n for n in there if n > EXCHANGE * world**2]
     assert len(large) == 2  # what comes in, and the joined pieces
     assert large[0] == large[1]
 
@@ -334,8 +398,8 @@ def test_a_way_can_be_forced_for_experiments(rank):
     assert traffic.calls == {"broadcast": 6, "all_gather_into_tensor": 1}
     with Traffic() as traffic:
         ag.all_gather(x, sizes="equal")
-    assert traffic.calls == {"all_to_all_single": 1}
-    for wrong in ({"all_gather": "pigeons"}, {"all_reduce": "backend"}):
+    assert traffic == through_hub([16] * 3, [48] * 3, rank)
+    for wrong in ({"all_gather": "pigeons"}, {"scan": "backend"}):
         with pytest.raises(InputError, match="has no way"), plans.using(**wrong):
             pass
 
@@ -355,7 +419,8 @@ def results(op, plan, rows):
         for _ in range(3):
             x = wild(rank, rows * world if op == "reduce_scatter" else rows).requires_grad_()
             call = getattr(ag, op)
-            y = call(x) if op in {"all_reduce", "broadcast", "reduce"} else call(x, sizes="equal")
+            promised = {"all_to_all": {"send_sizes": "equal"}}.get(op, {"sizes": "equal"})
+            y = call(x) if op in {"all_reduce", "broadcast", "reduce"} else call(x, **promised)
             (g,) = torch.autograd.grad(y, x, wild(rank + 10, y.shape[0]))
             got.append((y.detach().view(torch.int32), g.view(torch.int32)))
     return got

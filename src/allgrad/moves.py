@@ -80,7 +80,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 def all_reduce(group: Group, x: Tensor, scratch: bool = False) -> Tensor:
     way = plans.all_reduce(group.backend(x.device), group.size, x.nbytes, on_host=x.is_cpu)
-    if x.dtype not in _SUMMED_BY_BACKENDS or way == "shares":
+    if x.dtype not in _SUMMED_BY_BACKENDS:
         counts = even(x.numel(), group.size)
         own = reduce_scatter(group, x.view(-1), counts)
         return all_gather(group, own, counts).view(x.shape)

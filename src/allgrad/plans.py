@@ -3,19 +3,23 @@
 The wire asks here and does what it is told. Every answer depends only on what all ranks know
 alike (the counts by rank and the dtype), so that all of them take the same way.
 
-Gloo's own calls take up to twice as long as these ways, on the host:
+Gloo's own calls take up to five times as long as these ways, on the host; ``hub``, ``copies`` and
+``sends`` are for small messages, as long as they took no longer on 16 cores than other ways:
 
-| to do | small pieces | larger |
+| to do | small | larger |
 |---|---|---|
-| all_gather | up to 256 KiB, ``copies``: one all_to_all of copies | ``broadcasts``: one for each rank, into the result |
-| reduce_scatter | up to 1 MiB, ``exchange``: one all_to_all, then add | ``pairs``: peer by peer, added as they come |
+| all_reduce | up to 256 KiB, ``hub``: to one rank, which sends everyone the sum | ``backend`` |
+| all_gather | up to 64 KiB in all, ``hub``, or ``copies`` between two: one all_to_all | up to 1 MiB, ``pairs``: peer to peer, all at once; then ``broadcasts``, one for each rank, into the result |
+| reduce_scatter | up to 64 KiB in all, ``hub`` | up to 1 MiB, ``exchange``: one all_to_all, then add; then ``pairs``, added as they come |
+| all_to_all, equal | up to 64 KiB in all, ``hub`` | ``backend`` |
 | reduce | ``sends``: peer by peer, added as they come | the same |
-| broadcast | up to 256 KiB, 3 or 4 ranks, ``sends``: to every peer at once | ``backend`` |
+| broadcast | up to 1 MiB in all, ``sends``: to every peer at once | ``backend`` |
 
-``copies`` and ``exchange`` take memory for all peers' pieces at once, the others for one piece, or for
-as many small ones as 8 MiB hold. Gloo sends from peer to peer only what lies on the host; of a GPU's
-tensors, ``reduce`` goes by ``gather``: all to dst, then add. NCCL, and backends that were not
-measured, get their own call where it takes the sizes.
+Two ranks need no hub, but for a sum of more than a few elements, and broadcast with ``backend``.
+``copies``, ``exchange`` and the hub take memory for all peers' pieces at once, the others for one
+piece, or for as many small ones as 8 MiB hold. Gloo sends from peer to peer only what lies on the
+host; of a GPU's tensors, ``reduce`` goes by ``gather``: all to dst, then add. NCCL, and backends that
+were not measured, get their own call where it takes the sizes.
 For experiments, ``with plans.using(all_gather="broadcasts"):`` takes one way whatever the table says.
 """
 
@@ -40,15 +44,15 @@ __all__ = [
     "using",
 ]
 
+# Bytes: of one rank's piece, or of all ranks together.
 COPIES_UP_TO = 256 * 1024
-EXCHANGE_UP_TO = 1024 * 1024
-SENDS_UP_TO, SENDS_AMONG = 256 * 1024, (3, 4)  # bytes; ranks
-HUB_UP_TO = 128 * 1024  # of all ranks together
-SUM_AT_HUB_UP_TO, SHARES_UP_TO = 256 * 1024, 16 << 20
+PAIRS_UP_TO = EXCHANGE_UP_TO = 1024 * 1024
+SUM_AT_HUB_UP_TO, SUM_OF_TWO_FROM = 256 * 1024, 17
+HUB_UP_TO, SENDS_UP_TO = 64 * 1024, 1024 * 1024  # all together
 WAYS = {
     "all_gather": ("hub", "copies", "pairs", "broadcasts", "backend", "backend_list"),
     "reduce_scatter": ("hub", "exchange", "pairs", "backend", "backend_list"),
-    "all_reduce": ("hub", "shares", "backend"),
+    "all_reduce": ("hub", "backend"),
     "all_to_all": ("hub", "backend"),
     "reduce": ("gather", "sends", "backend"),
     "broadcast": ("sends", "backend"),
@@ -80,9 +84,12 @@ def all_gather(backend: str, counts: Sequence[int], row: int, *, on_host: bool) 
     if chosen := _chosen.get("all_gather"):
         return chosen
     if backend == "gloo":
-        if on_host and len(counts) > 2 and sum(counts) * row <= HUB_UP_TO:
-            return "hub"
-        return "copies" if max(counts) * row <= COPIES_UP_TO else "broadcasts"
+        longest = max(counts) * row
+        if not on_host:
+            return "copies" if longest <= COPIES_UP_TO else "broadcasts"
+        if sum(counts) * row <= HUB_UP_TO:
+            return "hub" if len(counts) > 2 else "copies"
+        return "pairs" if longest <= PAIRS_UP_TO else "broadcasts"
     if len(set(counts)) == 1:
         return "backend"
     return "backend_list" if backend == "nccl" else "broadcasts"
@@ -103,22 +110,19 @@ def reduce_scatter(backend: str, counts: Sequence[int], row: int, *, on_host: bo
 
 
 def all_reduce(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
-    """``hub`` | ``shares`` | ``backend``."""
+    """``hub`` | ``backend``."""
     if chosen := _chosen.get("all_reduce"):
         return chosen
-    if backend != "gloo" or not on_host:
-        return "backend"
-    if nbytes <= SUM_AT_HUB_UP_TO:
-        return "hub"
-    return "shares" if ranks > 2 and nbytes <= SHARES_UP_TO else "backend"
+    small = backend == "gloo" and on_host and nbytes <= SUM_AT_HUB_UP_TO
+    return "hub" if small and (ranks > 2 or nbytes >= SUM_OF_TWO_FROM) else "backend"
 
 
 def all_to_all(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
-    """``hub`` | ``backend``: for blocks of one size between all ranks, known to be so."""
+    """``hub`` | ``backend``, for blocks of one size between all ranks, known to be so."""
     if chosen := _chosen.get("all_to_all"):
         return chosen
-    few = backend == "gloo" and on_host and ranks > 2
-    return "hub" if few and ranks * nbytes <= HUB_UP_TO else "backend"
+    small = backend == "gloo" and on_host and ranks * nbytes <= HUB_UP_TO
+    return "hub" if small and ranks > 2 else "backend"
 
 
 def reduce(backend: str, *, on_host: bool) -> str:
@@ -134,5 +138,5 @@ def broadcast(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
     """``sends`` | ``backend``."""
     if chosen := _chosen.get("broadcast"):
         return chosen
-    few = backend == "gloo" and on_host and ranks in SENDS_AMONG
-    return "sends" if few and nbytes <= SENDS_UP_TO else "backend"
+    small = backend == "gloo" and on_host and ranks * nbytes <= SENDS_UP_TO
+    return "sends" if small and ranks > 2 else "backend"

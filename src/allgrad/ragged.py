@@ -13,7 +13,18 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Cut", "apart", "apart_like", "even", "nothing", "plain", "together", "whole", "zeros"]
+__all__ = [
+    "Cut",
+    "apart",
+    "apart_like",
+    "even",
+    "is_eager",
+    "nothing",
+    "plain",
+    "together",
+    "whole",
+    "zeros",
+]
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
@@ -42,7 +53,7 @@ def together(xs: Sequence[Tensor]) -> Tensor:
 
 def whole(xs: Sequence[Tensor]) -> Tensor:
     """The same for what is not cut: a single tensor keeps its shape, for a view costs time too."""
-    return plain(xs[0]) if len(xs) == 1 and _is_eager(xs[0]) else together(xs)
+    return plain(xs[0]) if len(xs) == 1 and is_eager(xs[0]) else together(xs)
 
 
 def apart_like(flat: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -83,7 +94,7 @@ def zeros(received: Tensor, shape: Sequence[int]) -> Tensor:
     return fresh
 
 
-def _is_eager(x: Tensor) -> bool:
+def is_eager(x: Tensor) -> bool:
     """Tell whether this is real memory. In graphs tensors are laid flat, as their ops want them."""
     return type(x) in _PLAIN and not torch.compiler.is_compiling()
 
@@ -175,7 +186,7 @@ class Cut:
 
     def by_rows(self, xs: Sequence[Tensor]) -> bool:
         """Tell whether what travels is a single tensor as it is, counted in rows."""
-        return len(xs) == 1 and self.dims[0] == 0 and _is_eager(xs[0])
+        return len(xs) == 1 and self.dims[0] == 0 and is_eager(xs[0])
 
     def _in_order(self, x: Tensor) -> bool:
         """Tell whether the blocks of the first tensor lie one after another in it as it is."""

@@ -101,6 +101,39 @@ def two_losses_in_another_order():
     same(x.grad, joined_gradient(rank, world, fns), "the gradient")
 
 
+def sums_and_gathers_a_second_late(rank, world, go_backward):
+    """Whoever waits looks about meanwhile, and must not take a slow rank for a lost one."""
+    late = 1.2 * (rank == FAULTY)
+    x = piece(rank)
+    time.sleep(late)
+    y = ag.all_gather(ag.all_reduce(ag.broadcast(x.sum(0), FAULTY)) + x)
+    time.sleep(late)
+    go_backward(loss(y, rank))
+
+    def losses(joined):
+        pieces = joined.split([r + 1 for r in range(world)])
+        everyone = pieces[FAULTY].sum(0) * world
+        return [loss(torch.cat([everyone + p for p in pieces]), r) for r in range(world)]
+
+    leaves = [piece(r) for r in range(world)]
+    want = grads(sum(losses(torch.cat(leaves))), leaves)[rank]
+    same(x.grad, want, "the gradient")
+
+
+@scenario(expect="exact")
+def slow_in_lockstep():
+    """A rank comes a second late, in lockstep."""
+    with ag.lockstep() as step:
+        sums_and_gathers_a_second_late(*here(), step.backward)
+
+
+@scenario(expect="exact")
+def slow_within_a_deadline():
+    """A rank comes a second late, within the deadline."""
+    with ag.deadline(6):
+        sums_and_gathers_a_second_late(*here(), torch.Tensor.backward)
+
+
 # ---------------------------------------------------------------- checked: differences
 
 

@@ -115,10 +115,12 @@ def test_nccl_plans(world, dtype):
     assert torch.equal(moves.all_reduce(group, x), x)
     assert torch.equal(moves.broadcast(group, x, 0), x)
     assert torch.equal(moves.all_to_all(group, x, [6], [6]), x)
-    assert plans.all_gather("nccl", [2, 2], 4) == plans.reduce_scatter(
-        "nccl", [2, 2], 4, on_host=False
-    )
-    assert plans.all_gather("nccl", [2, 1], 4) == "backend_list"
+    assert torch.equal(moves.all_to_all(group, x, [6], [6], equal=True), x)
+    for plan in (plans.all_gather, plans.reduce_scatter):
+        assert plan("nccl", [2, 2], 4, on_host=False) == "backend"
+        assert plan("nccl", [2, 1], 4, on_host=False) == "backend_list"
+    for plan in (plans.all_reduce, plans.all_to_all, plans.broadcast):
+        assert plan("nccl", 4, 4, on_host=False) == "backend"
 
 
 @pytest.mark.ranks(1, backend="nccl")

@@ -201,13 +201,29 @@ def softmax_tile_of_any_range(
         weights.store([row, column], (tile * LIFT).to(weights.dtype))
 
 
+@triton.jit
+def _grown(a, b):
+    """(1 + a)(1 + b) - 1, where small numbers are not lost beside the 1."""
+    return a + b + a * b
+
+
+@triton.jit
+def _reciprocal(x):
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def sigmoid_tile(
     q, k, facts, pairs, softplus, total, weights, rows, columns, width, first_pair,
     TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, STORE: tl.constexpr,
     LIFT: tl.constexpr,
 ):  # fmt: skip
-    """Sums of log2(1 + exp(score)) but for pairs and of the weights, and the weights times LIFT."""
+    """Sums of log2(1 + exp(score)) but for pairs and of the weights, and the weights times LIFT.
+
+    The sum of logs is the log of a product: one for each 16 scores, those that one thread holds.
+    """
     high = tl.cdiv(rows, TALL)
     down, across = tl.program_id(0) % high, tl.program_id(0) // high
     tile = _products(q, k, down * TALL, across * WIDE, width, TALL, WIDE, DEEP)
@@ -221,13 +237,13 @@ def sigmoid_tile(
         tile += tl.where(row < rows, 0.0, float("-inf"))[:, None]
         tile += tl.where(column < columns, 0.0, float("-inf"))[None, :]
     small = tl.exp2(-tl.abs(tile))
-    log = tl.log2(1.0 + small)
+    grown = tl.reduce(tl.reshape(small, (TALL, WIDE // 8, 8)), 1, _grown)
     # 1 + x loses a small x to rounding; three terms of the series of its log do not.
-    series = small * (1.0 - small * (0.5 - small * 0.3333333333)) * LOG2E
-    terms = tl.maximum(tile, 0.0) + tl.where(small < 0.01, series, log)
-    tl.store(softplus + tl.program_id(0), tl.sum(terms))
+    series = grown * (1.0 - grown * (0.5 - grown * 0.3333333333)) * LOG2E
+    logs = tl.where(grown < 0.01, series, tl.log2(1.0 + grown))
+    tl.store(softplus + tl.program_id(0), tl.sum(logs) + tl.sum(tl.maximum(tile, 0.0)))
     if STORE:
-        tile = tl.exp2(tile - terms)
+        tile = tl.where(tile < 0.0, small, 1.0) * _reciprocal(1.0 + small)
         if has_pairs:
             inside = (row < rows) & (row + first_pair < columns)
             at_pair = tl.load(pairs + row, mask=inside, other=0.0)

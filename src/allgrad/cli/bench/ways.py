@@ -29,7 +29,7 @@ from allgrad.collectives.all_to_all import all_to_all
 from allgrad.collectives.broadcast import broadcast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -155,7 +155,7 @@ def _send_back(g: Tensor, rank: int) -> Tensor:
     return total
 
 
-def _through_hub(x: Tensor, answers: Callable[[Tensor], Sequence[Tensor]], rank: int) -> Tensor:
+def _through_hub(x: Tensor, answers: Callable[[Tensor], Tensor], rank: int) -> Tensor:
     """What everyone sends to rank 0, in rows, and what that answers to each."""
     out = torch.empty_like(x)
     if rank:
