@@ -447,3 +447,21 @@ def test_bits_are_the_same_from_run_to_run_and_on_every_rank(op, plan, rows):
             assert torch.equal(y, first[0][0][0])
         if op in {"all_reduce", "reduce_scatter", "reduce"}:  # their gradients are for all alike
             assert torch.equal(g, first[0][0][1])
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("size", SIZES)
+def test_messages_do_not_meet_those_of_the_caller(rank, world, size):
+    """What the caller has begun to send and receive itself is still under way."""
+    rows = rows_by_rank(world, size, ragged=False)
+    x = torch.full((rows[rank], ROW // 4), 1.0 + rank)
+    theirs = [torch.empty_like(x) for _ in range(world)]
+    works = [dist.irecv(theirs[r], r) for r in range(world) if r != rank]
+    assert (ag.all_reduce(x) == 6).all()
+    assert (ag.broadcast(x, 1) == 2).all()
+    assert ag.all_gather(x, sizes="equal")[:: rows[0], 0].tolist() == [1, 2, 3]
+    assert (ag.reduce_scatter(x, sizes="equal") == 6).all()
+    works += [dist.isend(x * 10, r) for r in range(world) if r != rank]
+    for work in works:
+        work.wait()
+    assert all((theirs[r] == 10 * (r + 1)).all() for r in range(world) if r != rank)

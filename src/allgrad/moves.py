@@ -49,6 +49,7 @@ _SUMMED_BY_BACKENDS = _KNOWN_TO_BACKENDS | {torch.complex64, torch.complex128}
 # Pieces on their way at once, where a rank adds what others send: as many as fit into this.
 _AHEAD = 8 << 20
 _HUB = 0
+_TAG = 0xA116  # not one of the messages that the caller may be sending meanwhile
 _NO_COUNTS: list[int] = []
 
 
@@ -297,8 +298,8 @@ def _start(group: Group, sent: Sequence[Transfer], into: Sequence[Transfer]) -> 
         if not waiting.usual(group):
             waiting.introduce(group)
             waiting.limit(group)
-        works = [calls.recv([_moved(x)], peer, 0) for x, peer in into if x.numel()]
-        works += [calls.send([_moved(x)], peer, 0) for x, peer in sent if x.numel()]
+        works = [calls.recv([_moved(x)], peer, _TAG) for x, peer in into if x.numel()]
+        works += [calls.send([_moved(x)], peer, _TAG) for x, peer in sent if x.numel()]
     except RuntimeError as error:
         waiting.cut_off(group)
         raise waiting.explain(group, error, 0.0) from error

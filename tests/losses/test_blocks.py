@@ -28,13 +28,13 @@ class Meetings:
         self.messages = self.computations = 0
         move = wire.all_to_all
 
-        def message(*args):
+        def message(*args, **options):
             number = self.messages
             self.messages += 1
             if number in self.begun:
                 self.begun[number].set()
                 assert self.released[number].wait(PATIENCE), f"message {number} met nobody"
-            return move(*args)
+            return move(*args, **options)
 
         monkeypatch.setattr(wire, "all_to_all", message)
         for name in ("lse", "add_gradients"):
