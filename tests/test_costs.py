@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import allgrad as ag
-from allgrad import moves, plans
+from allgrad import peers, plans
 from allgrad.errors import InputError
 from allgrad.testing import run_ranks
 
@@ -347,7 +347,7 @@ def allocated(call, x, rows):
 def test_memory_is_taken_for_the_result_alone_where_pieces_are_large(rank, world, size):
     rows = rows_by_rank(world, size, ragged=True)
     total, own = sum(rows) * ROW, rows[rank] * ROW
-    coming = min(world - 1, moves._AHEAD // own) * own  # at once
+    coming = min(world - 1, peers.AHEAD // own) * own  # at once
     summing = {
         "small": [own] if rank else [world * total, total, own],  # the hub has everyone's whole
         "medium": [world * own, own],

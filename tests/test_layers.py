@@ -22,6 +22,7 @@ LAYERS = [
     ],
     ["plans", "graph_wire", "groups"],
     ["waiting"],
+    ["peers"],
     ["moves"],
     ["wire", "world"],
     ["agreement"],
@@ -51,10 +52,10 @@ BESIDE = {
 }
 NEVER = {
     # The calculus never sees the wire.
-    "adjoint_pair": {"wire", "moves", "world", "agreement", "plans"},
-    "transforms": {"wire", "moves", "world", "agreement", "plans"},
-    "backward_order": {"wire", "moves", "world", "agreement", "plans"},
-    "flights": {"wire", "moves", "world", "agreement", "plans"},
+    "adjoint_pair": {"wire", "moves", "peers", "world", "agreement", "plans"},
+    "transforms": {"wire", "moves", "peers", "world", "agreement", "plans"},
+    "backward_order": {"wire", "moves", "peers", "world", "agreement", "plans"},
+    "flights": {"wire", "moves", "peers", "world", "agreement", "plans"},
 }
 
 

@@ -176,17 +176,15 @@ def wait_for_peers(group: Group, works: Sequence[Any]) -> None:
     """The same for messages from rank to rank. A wait for these cannot be tried: one that ends
     before they come ends the connections. So another thread waits while this one listens.
     """
-    allowed = None if _LIMITS.seconds is None else timedelta(seconds=_LIMITS.seconds)
+    until = None if _LIMITS.seconds is None else time.monotonic() + _LIMITS.seconds
     if _LIMITS.used is None:
-        for work in works:
-            work.wait() if allowed is None else work.wait(allowed)
+        _wait_until(until, works)
         return
     done: Future[None] = Future()
 
     def wait_aside() -> None:
         try:
-            for work in works:
-                work.wait() if allowed is None else work.wait(allowed)
+            _wait_until(until, works)
             done.set_result(None)
         except BaseException as error:  # noqa: BLE001 - raised where it is listened for
             done.set_exception(error)
@@ -195,6 +193,14 @@ def wait_for_peers(group: Group, works: Sequence[Any]) -> None:
     while not futures.wait([done], _LOOK_EVERY).done:
         _raise_told(group)
     done.result()
+
+
+def _wait_until(until: float | None, works: Sequence[Any]) -> None:
+    for work in works:
+        if until is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=max(1e-3, until - time.monotonic())))
 
 
 def cut_off(group: Group) -> None:

@@ -93,8 +93,10 @@ def all_to_all(
         receive = Cut(send.dims, tuple(arriving))
     into = receive
 
+    equal = isinstance(send_sizes, str) and isinstance(recv_sizes, str)
+
     def run(which: list[int], xs: list[Tensor]) -> Any:
-        pair = exchange_pair(ranks, send.of(which), into.of(which), equal=send_sizes == "equal")
+        pair = exchange_pair(ranks, send.of(which), into.of(which), equal=equal)
         if recv_sizes is not None and xs[0] is x:  # not a vector made of a single number
             remember(pair, *given)
         return way_to_run(async_op)(pair, xs)

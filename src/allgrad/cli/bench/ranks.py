@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 import warnings
 from dataclasses import dataclass, field, replace
@@ -42,7 +43,10 @@ class Weighed:
 
 
 def measure(case: Case, repeats: int, calls: int) -> dict[str, Timed]:
-    """Time every way, one after another, the order rotated; ``calls`` calls make one sample."""
+    """Time every way, one after another, in an order drawn anew for each round.
+
+    ``calls`` calls make one sample, and go backward together, as in a training step.
+    """
     warnings.simplefilter("ignore", FutureWarning)
     rank = rank_of()
     ways = ways_of(case, rank)
@@ -51,14 +55,14 @@ def measure(case: Case, repeats: int, calls: int) -> dict[str, Timed]:
     times = {name: Timed(_wrong(way, xs, gs, want)) for name, way in ways.items()}
     del want
     names = list(ways)
-    for repeat in range(repeats):
-        turn = repeat % len(names)
-        for name in names[turn:] + names[:turn]:
+    order = random.Random(0)  # noqa: S311 - the same on every rank
+    for _ in range(repeats):
+        order.shuffle(names)
+        for name in names:
             for back, samples in ((False, times[name].forward), (True, times[name].both)):
                 barrier()
                 began = time.perf_counter()
-                for _ in range(calls):
-                    _once(ways[name], xs, gs, back=back)
+                _run(ways[name], xs, gs, calls, back=back)
                 samples.append((time.perf_counter() - began) / calls)
     return times
 
@@ -69,7 +73,7 @@ def weigh(case: Case, name: str) -> Weighed:
     rank = rank_of()
     small = replace(case, nbytes=16 * 1024)  # what is loaded or connected on first use
     way = ways_of(small, rank)[name]
-    _once(way, *_ready(small, rank))
+    _run(way, *_ready(small, rank))
     way = ways_of(case, rank)[name]
     xs, gs = _ready(case, rank)
     barrier()
@@ -77,7 +81,7 @@ def weigh(case: Case, name: str) -> Weighed:
     with torch.set_grad_enabled(way.backward is None):
         ys = way.forward(xs)
         forward = _peak() - before
-        _back(way, xs, ys, gs)
+        _back(way, xs, [ys], gs)
     return Weighed(sum(y.nbytes for y in ys), forward, _peak() - before)
 
 
@@ -86,17 +90,25 @@ def _ready(case: Case, rank: int) -> tuple[list[Tensor], list[Tensor]]:
     return [x.requires_grad_() for x in xs], gs
 
 
-def _back(way: Way, xs: list[Tensor], ys: list[Tensor], gs: list[Tensor]) -> list[Tensor]:
+def _back(way: Way, xs: list[Tensor], made: list[list[Tensor]], gs: list[Tensor]) -> list[Tensor]:
+    """Go backward through calls; the gradients of one, or the sums of several by autograd."""
     if way.backward is None:
-        return list(torch.autograd.grad(ys, xs, gs))
+        ys = [y for call in made for y in call]
+        return list(torch.autograd.grad(ys, xs, gs * len(made)))
+    for _ in made[1:]:
+        way.backward(gs)
     return way.backward(gs)
 
 
-def _once(way: Way, xs: list[Tensor], gs: list[Tensor], *, back: bool = True) -> None:
+def _run(
+    way: Way, xs: list[Tensor], gs: list[Tensor], calls: int = 1, *, back: bool = True
+) -> None:
     with torch.set_grad_enabled(way.backward is None):
-        ys = way.forward(xs)
-        if back:
-            _back(way, xs, ys, gs)
+        if not back:
+            for _ in range(calls):
+                way.forward(xs)
+            return
+        _back(way, xs, [way.forward(xs) for _ in range(calls)], gs)
 
 
 def _wrong(
@@ -104,7 +116,7 @@ def _wrong(
 ) -> str:
     with torch.set_grad_enabled(way.backward is None):
         ys = way.forward(xs)
-        gradients = _back(way, xs, ys, gs)
+        gradients = _back(way, xs, [ys], gs)
     if not all(torch.equal(y, w) for y, w in zip(ys, want[0], strict=True)):
         return "values"
     if not all(torch.equal(g, w) for g, w in zip(gradients, want[1], strict=True)):

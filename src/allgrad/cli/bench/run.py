@@ -1,7 +1,8 @@
 """One interleaved run over the cases: medians, spread, ratios, and memory in fresh processes.
 
-A sample is the slowest rank's time after a barrier. The ways of a case take turns, A B C A B C ...,
-beginning with another one each round, so that whatever else the machine does falls on all alike.
+A sample is the slowest rank's time after a barrier. The ways of a case take turns, in an order drawn
+anew for each round: whatever else the machine does falls on all alike, and so does what the way
+before leaves behind.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["Measured", "Spread", "Summary", "machine", "run", "weighable"]
 
 _LIMIT = 1800.0  # seconds for one case
 # Bytes up to which a sample is many calls: it must last longer than what the machine does meanwhile.
-_TINY = 64
+_TINY, _SMALL = 64, 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def weighable() -> bool:
 
 def _timed(case: Case, repeats: int | None) -> Measured:
     rounds = _rounds(case) if repeats is None else repeats
-    calls = 100 if case.nbytes <= _TINY else 10 if case.nbytes * case.tensors <= 4096 else 1
+    calls = 100 if case.nbytes <= _TINY else 10 if case.nbytes * case.tensors <= _SMALL else 1
     by_rank = run_ranks(measure, case.world, case, rounds, calls, timeout=_LIMIT)
     ways = {name: _slowest([times[name] for times in by_rank]) for name in by_rank[0]}
     return Measured(case, base_of(case), ways)
@@ -124,9 +125,7 @@ def _timed(case: Case, repeats: int | None) -> Measured:
 def _rounds(case: Case) -> int:
     """More samples where one is quick, and where noise is most of it."""
     nbytes = case.nbytes * case.tensors
-    if nbytes <= _TINY:
-        return 31
-    return 101 if nbytes <= 4096 else 61 if nbytes <= 2**20 else 31 if nbytes <= 2**23 else 11
+    return 41 if nbytes <= 4096 else 31 if nbytes <= 2**23 else 11
 
 
 def _slowest(ranks: Sequence[Timed]) -> Summary:
