@@ -150,19 +150,9 @@ def all_to_all(
 
 def _exchange_equal(group: Group, x: Tensor) -> Tensor:
     way = plans.all_to_all(group.backend(x.device), group.size, x.nbytes, on_host=x.is_cpu)
-    out = torch.empty_like(x)
     if way == "backend":
-        # Without counts, which would take longer to hand over than the call takes.
-        _call(
-            group,
-            "alltoall_base",
-            _EXCHANGES,
-            peers.moved(out),
-            peers.moved(x),
-            _NO_COUNTS,
-            _NO_COUNTS,
-        )
-        return out
+        return _swap(group, x)
+    out = torch.empty_like(x)
     if group.rank != peers.HUB:
         return peers.ask(group, x, out)
     pieces = x.new_empty((group.size, *x.shape))
@@ -173,12 +163,27 @@ def _exchange_equal(group: Group, x: Tensor) -> Tensor:
     return out.copy_(answers[peers.HUB])
 
 
+def _swap(group: Group, x: Tensor) -> Tensor:
+    """Equal blocks, by the backend: without counts, which take longer to hand over than all else."""
+    out = torch.empty_like(x)
+    sent = peers.moved(x)
+    _call(group, "alltoall_base", _EXCHANGES, peers.moved(out), sent, _NO_COUNTS, _NO_COUNTS)
+    return out
+
+
 def all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
     row = _row_elements(x) * x.element_size()
     way = plans.all_gather(group.backend(x.device), counts, row, on_host=x.is_cpu)
     if way == "copies":
-        return all_to_all(group, torch.cat([x] * group.size), [x.shape[0]] * group.size, counts)
+        copies = torch.cat([x] * group.size)
+        if len(set(counts)) == 1:
+            return _swap(group, copies)
+        return all_to_all(group, copies, [x.shape[0]] * group.size, counts)
     out = x.new_empty(_rows(sum(counts), x))
+    if way == "backend":
+        call = partial(_GATHER, peers.moved(out), peers.moved(x), group=group.process_group)
+        _run(group, lambda later: call(async_op=later))
+        return out
     blocks = out.split(counts)
     if way == "hub":
         if group.rank != peers.HUB:
@@ -192,10 +197,6 @@ def all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
         works = peers.start(group, [(x, rank) for rank in ahead], into)
         blocks[group.rank].copy_(x)
         peers.arrive(group, works)
-        return out
-    if way == "backend":
-        call = partial(_GATHER, peers.moved(out), peers.moved(x), group=group.process_group)
-        _run(group, lambda later: call(async_op=later))
         return out
     moved = [peers.moved(block) for block in blocks]
     if way == "backend_list":
@@ -231,7 +232,8 @@ def reduce_scatter(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
         peers.answer(group, blocks)
         return blocks[peers.HUB].clone()  # a view would keep the whole
     if way == "exchange" or x.dtype not in _SUMMED_BY_BACKENDS:
-        rows = all_to_all(group, x, counts, [own] * group.size)
+        equal = len(set(counts)) == 1
+        rows = _swap(group, x) if equal else all_to_all(group, x, counts, [own] * group.size)
         return rows.view(group.size, *_rows(own, x)).sum(0, dtype=x.dtype)
     out = x.new_empty(_rows(own, x))
     call = partial(_REDUCE_SCATTER, out, x)
