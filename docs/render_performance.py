@@ -21,7 +21,8 @@ def collect(runs: list[Path]) -> list[dict[str, Any]]:
     """Medians in milliseconds and peaks in MiB, of all runs."""
     found = []
     for run in runs:
-        for case in json.loads(run.read_text())["cases"]:
+        read = json.loads(run.read_text())
+        for case in read["cases"]:
             ways = {}
             for name, way in case["ways"].items():
                 times = [round(1e3 * way[part]["median"], 4) for part in ("forward", "both")]
@@ -30,14 +31,17 @@ def collect(runs: list[Path]) -> list[dict[str, Any]]:
                 ]
                 ways[name] = {"ms": times, "wrong": way["wrong"], "mib": peak}
             about = {key: case[key] for key in ("title", "world", "nbytes", "base")}
-            found.append(about | {"ways": ways})
+            found.append({"cores": read["cores"]} | about | {"ways": ways})
     return found
 
 
 def table(cases: list[dict[str, Any]]) -> str:
     """A row for each case: times of every way as multiples of the base's, forward / both."""
-    lines = ["| | ranks | piece | base, ms | ways, as multiples |", "|---|---|---|---|---|"]
-    for case in sorted(cases, key=lambda c: (-c["world"], c["title"], c["nbytes"])):
+    lines = [
+        "| | ranks / cores | piece | base, ms | ways, as multiples |",
+        "|---|---|---|---|---|",
+    ]
+    for case in sorted(cases, key=lambda c: (c["cores"], -c["world"], c["title"], c["nbytes"])):
         base = case["ways"][case["base"]]["ms"]
         ways = [
             f"{_bold(name)} {way['ms'][0] / base[0]:.2f} / {way['ms'][1] / base[1]:.2f}"
@@ -45,7 +49,7 @@ def table(cases: list[dict[str, Any]]) -> str:
             for name, way in case["ways"].items()
             if name != case["base"]
         ]
-        first = f"| {case['title']} | {case['world']} | {_size(case['nbytes'])} "
+        first = f"| {case['title']} | {case['world']} / {case['cores']} | {_size(case['nbytes'])} "
         lines.append(
             first + f"| {case['base']}: {base[0]:.2f} / {base[1]:.2f} | {', '.join(ways)} |"
         )
