@@ -28,8 +28,11 @@ CALLS = {
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-@pytest.mark.parametrize("width", [(), (3,), (2, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [((), torch.float64), ((2, 3), torch.float64), ((3,), torch.complex128)],
+    ids=["vectors", "blocks", "complex rows"],
+)
 @pytest.mark.parametrize(("operation", "way"), CASES)
 def test_every_way_is_exact(world, operation, way, width, dtype):
     call, wanted = CALLS[operation]
