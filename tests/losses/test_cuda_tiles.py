@@ -54,6 +54,13 @@ def test_value_and_gradients(name, dtype):
         check(name, pairs, width, dtype)
 
 
+@pytest.mark.parametrize("dtype", NEAR)
+def test_sigmoids_of_scores_on_both_sides(dtype):
+    """Long features have scores above zero too, where most of the loss then is."""
+    for pairs, width in ((130, 64), (1031, 100)):
+        check("siglip", pairs, width, dtype, length=3.0)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_panels_that_fit_nothing_evenly(name, monkeypatch):
     from allgrad.losses import cuda_tiles
