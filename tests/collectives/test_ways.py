@@ -73,13 +73,13 @@ def test_equal_blocks_of_every_kind(rank, world, dtype, way):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("way", plans.WAYS["all_reduce"])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float16, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float16, torch.complex64])
 def test_sums_of_every_kind(rank, world, dtype, way):
     """Backends do not add all of them."""
     xs = [(torch.arange(600_000) % (r + 2)).to(dtype) for r in range(world)]
     with plans.using(all_reduce=way):
         got = ag.all_reduce(xs[rank])
-    same(got, xs[0] | xs[1] | xs[2] if dtype == torch.bool else sum(xs), "the sum")
+    same(got, sum(xs), "the sum")
 
 
 @pytest.mark.ranks(3)
