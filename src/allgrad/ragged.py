@@ -18,7 +18,6 @@ __all__ = [
     "apart",
     "apart_like",
     "even",
-    "is_eager",
     "nothing",
     "plain",
     "together",
@@ -53,7 +52,7 @@ def together(xs: Sequence[Tensor]) -> Tensor:
 
 def whole(xs: Sequence[Tensor]) -> Tensor:
     """The same for what is not cut: a single tensor keeps its shape, for a view costs time too."""
-    return plain(xs[0]) if len(xs) == 1 and is_eager(xs[0]) else together(xs)
+    return plain(xs[0]) if len(xs) == 1 and _is_eager(xs[0]) else together(xs)
 
 
 def apart_like(flat: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -94,7 +93,7 @@ def zeros(received: Tensor, shape: Sequence[int]) -> Tensor:
     return fresh
 
 
-def is_eager(x: Tensor) -> bool:
+def _is_eager(x: Tensor) -> bool:
     """Tell whether this is real memory. In graphs tensors are laid flat, as their ops want them."""
     return type(x) in _PLAIN and not torch.compiler.is_compiling()
 
@@ -115,7 +114,7 @@ class Cut:
     def counts(self, xs: Sequence[Tensor]) -> Sequence[int]:
         """What belongs to each rank, all tensors together: elements, or rows of a single tensor."""
         if len(xs) == 1:
-            if self.by_rows(xs):
+            if self._by_rows(xs):
                 return self.sizes[0]
             each = _others(xs[0], self.dims[0])
             return [size * each for size in self.sizes[0]]
@@ -149,18 +148,18 @@ class Cut:
 
     def pieces(self, xs: Sequence[Tensor]) -> Tensor:
         """One rank's blocks, as they lie among those of all ranks."""
-        return plain(xs[0]) if self.by_rows(xs) else together(xs)
+        return plain(xs[0]) if self._by_rows(xs) else together(xs)
 
     def nothing(self, xs: Sequence[Tensor]) -> Tensor:
         """No blocks at all, in the same way."""
-        return xs[0].new_empty((0, *xs[0].shape[1:])) if self.by_rows(xs) else nothing(xs)
+        return xs[0].new_empty((0, *xs[0].shape[1:])) if self._by_rows(xs) else nothing(xs)
 
     def lay_out(self, xs: Sequence[Tensor]) -> Tensor:
         """Cut the tensors and lay the blocks flat, rank after rank.
 
         No copy for a single contiguous tensor cut along its first dimension.
         """
-        if self.by_rows(xs):
+        if self._by_rows(xs):
             return plain(xs[0])
         if len(xs) == 1 and self._in_order(xs[0]):
             return _flat(plain(xs[0]))
@@ -175,7 +174,7 @@ class Cut:
 
         No copy for a single tensor along its first dimension, one otherwise.
         """
-        if self.by_rows(xs):
+        if self._by_rows(xs):
             return [flat]
         if len(xs) == 1 and self._in_order(xs[0]):
             return [_shaped(flat, _with_length(xs[0].shape, self.dims[0], sum(self.sizes[0])))]
@@ -184,9 +183,9 @@ class Cut:
         blocks = apart(flat, shapes)
         return [torch.cat(blocks[i :: len(xs)], dim) for i, dim in enumerate(self.dims)]
 
-    def by_rows(self, xs: Sequence[Tensor]) -> bool:
+    def _by_rows(self, xs: Sequence[Tensor]) -> bool:
         """Tell whether what travels is a single tensor as it is, counted in rows."""
-        return len(xs) == 1 and self.dims[0] == 0 and is_eager(xs[0])
+        return len(xs) == 1 and self.dims[0] == 0 and _is_eager(xs[0])
 
     def _in_order(self, x: Tensor) -> bool:
         """Tell whether the blocks of the first tensor lie one after another in it as it is."""

@@ -189,10 +189,7 @@ class _Reverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pair: AdjointPair, anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
         ctx.pair = pair
-        if isinstance(xs[0], FakeTensor):
-            return unlinked(pair, xs)
-        with _UNTRACKED():  # as unlinked, a call less
-            return tuple(pair.forward(xs))
+        return unlinked(pair, xs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -227,14 +227,10 @@ def gather_pair(ranks: Group, cut: Cut, *, divided_by: int = 1) -> AdjointPair:
     """all_gather <-> reduce_scatter, both divided by a number where a mean is meant."""
 
     def gather(xs: Sequence[Tensor]) -> list[Tensor]:
-        if cut.by_rows(xs):
-            return [_divide(wire.all_gather(ranks, plain(xs[0]), cut.sizes[0]), divided_by)]
-        out = wire.all_gather(ranks, together(xs), cut.counts(xs))
+        out = wire.all_gather(ranks, cut.pieces(xs), cut.counts(xs))
         return cut.join(_divide(out, divided_by), xs)
 
     def reduce_and_keep(xs: Sequence[Tensor]) -> list[Tensor]:
-        if cut.by_rows(xs):
-            return [_divide(wire.reduce_scatter(ranks, plain(xs[0]), cut.sizes[0]), divided_by)]
         out = wire.reduce_scatter(ranks, cut.lay_out(xs), cut.counts(xs))
         return apart(_divide(out, divided_by), cut.shapes(xs, ranks.rank))
 

@@ -9,7 +9,7 @@ from allgrad.adjoint_pair import AdjointPair
 from allgrad.collectives.all_gather import gather_pair, once_pair, reduce_pieces
 from allgrad.collectives.arguments import Grad, Nest, check_grad, shapes, take, way_to_run
 from allgrad.collectives.repeated import recall, remember
-from allgrad.ragged import Cut, apart_like, even, is_eager, plain, together
+from allgrad.ragged import Cut, apart_like, even, together, whole
 from allgrad.transforms import apply
 
 if TYPE_CHECKING:
@@ -138,11 +138,8 @@ def _once_pair(ranks: Group, divided_by: int) -> AdjointPair:
 
 
 def _reduced(ranks: Group, xs: Sequence[Tensor], by: int) -> list[Tensor]:
-    if len(xs) == 1 and by == 1 and is_eager(xs[0]):
-        x = plain(xs[0])
-        return [wire.all_reduce(ranks, x, scratch=x is not xs[0])]
-    joined = len(xs) > 1  # then what travels is a copy already
-    return _divided(wire.all_reduce(ranks, together(xs), scratch=joined), xs, by)
+    copied = len(xs) > 1 or not xs[0].is_contiguous()
+    return _divided(wire.all_reduce(ranks, whole(xs), scratch=copied), xs, by)
 
 
 def _divided(fresh: Tensor, xs: Sequence[Tensor], by: int) -> list[Tensor]:

@@ -5,7 +5,7 @@
 | raw | the backend's own call into a newly allocated output, and its adjoint, without autograd |
 | raw sends | broadcast by sends from the source, and back by sends to it, all at once |
 | raw hub | everything sent to one rank, which sends everyone what is theirs |
-| bare | the fastest of these inside an autograd.Function with nothing else: what gradients cost at least |
+| bare, bare hub | such calls inside an autograd.Function with nothing else: what gradients cost at least |
 | nn | torch.distributed.nn.functional |
 | functional | torch.distributed's functional collectives, where their gradient is exact |
 | pad, gather, select | the usual way with unequal pieces; its backward keeps the own part only |
