@@ -127,14 +127,16 @@ def reduce_scatter(n, r):
 
 
 def all_reduce(n, r):
-    if n[r] <= plans.SUM_AT_HUB_UP_TO:
+    if len(n) == 2 and n[r] >= plans.SWAP_FROM:
+        return peer_to_peer(1, 1, n[r], n[r])
+    if len(n) > 2 and n[r] <= plans.SUM_AT_HUB_UP_TO:
         return through_hub(n, n, r)
     return {"all_reduce": 1}, n[r], n[r]
 
 
 def broadcast(n, r):
     others = len(n) - 1
-    if len(n) * n[r] > plans.SENDS_UP_TO or len(n) == 2:
+    if len(n) * n[r] > plans.SENDS_UP_TO and len(n) > 2:
         return {"broadcast": 1}, *((n[r], 0) if r == 1 else (0, n[r]))
     return ({"isend": others}, others * n[r], 0) if r == 1 else ({"irecv": 1}, 0, n[r])
 
@@ -270,7 +272,7 @@ def test_sizes_reach_every_way():
     assert ways == {
         "all_gather": {"hub", "copies", "pairs", "broadcasts"},
         "reduce_scatter": {"hub", "exchange", "pairs"},
-        "all_reduce": {"hub", "backend"},
+        "all_reduce": {"swap", "hub", "backend"},
         "all_to_all": {"hub", "backend"},
         "broadcast": {"sends", "backend"},
         "reduce": set(),

@@ -1,4 +1,4 @@
-"""Messages from rank to rank: sent and received at once, added as they come, or through a hub.
+"""Messages from rank to rank: sent and received at once, swapped, added as they come, or by a hub.
 
     rank 0   the hub   hears a, b, c           answers what it makes of them
     rank 1   asks with b                       gets its part
@@ -40,6 +40,7 @@ __all__ = [
     "in_order",
     "moved",
     "start",
+    "swap",
 ]
 
 KNOWN_TO_BACKENDS = frozenset(
@@ -72,6 +73,24 @@ def answer(group: Group, out: Sequence[Tensor]) -> None:
     arrive(group, start(group, [(out[rank], rank) for rank in range(1, group.size)], ()))
 
 
+def swap(group: Group, x: Tensor) -> Tensor:
+    """Send ``x`` to everybody, and add everybody's in the order of ranks: the same bits on each."""
+    pieces, sent, into = [], [], []
+    for rank in range(group.size):
+        piece = x
+        if rank != group.rank:
+            piece = torch.empty_like(x)
+            sent.append((x, rank))
+            into.append((piece, rank))
+        pieces.append(piece)
+    arrive(group, start(group, sent, into))
+    total = into[0][0]
+    torch.add(pieces[0], pieces[1], out=total)  # one of the two is the total itself
+    for piece in pieces[2:]:
+        total += piece
+    return total
+
+
 def in_order(group: Group) -> tuple[list[int], list[int]]:
     """All other ranks: the next ones first, and the ones before first."""
     ahead = [(group.rank + k) % group.size for k in range(1, group.size)]
@@ -98,18 +117,28 @@ def add_from(group: Group, x: Tensor, sources: Sequence[int], sent: Sequence[Tra
 
 
 def start(group: Group, sent: Sequence[Transfer], into: Sequence[Transfer]) -> Sequence[Any]:
-    """Start to receive and to send; nothing is sent of what has no elements."""
+    """Start to send and to receive; nothing is sent of what has no elements.
+
+    What is sent goes first, to be on its way; what comes is waited for first, and then the other
+    has mostly gone.
+    """
     calls = group.process_group
+    coming: list[Any] = []
+    going: list[Any] = []
     try:
         if not waiting.usual(group):
             waiting.introduce(group)
             waiting.limit(group)
-        works = [calls.recv([moved(x)], peer, _TAG) for x, peer in into if x.numel()]
-        works += [calls.send([moved(x)], peer, _TAG) for x, peer in sent if x.numel()]
+        for x, peer in sent:
+            if x.numel():
+                going.append(calls.send([moved(x)], peer, _TAG))
+        for x, peer in into:
+            if x.numel():
+                coming.append(calls.recv([moved(x)], peer, _TAG))
     except RuntimeError as error:
         waiting.cut_off(group)
         raise waiting.explain(group, error, 0.0) from error
-    return works
+    return coming + going
 
 
 def arrive(group: Group, works: Sequence[Any]) -> None:

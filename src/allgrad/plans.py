@@ -9,13 +9,14 @@ steps, up to where that was about as fast as any other way where every rank had 
 | to do | small | larger |
 |---|---|---|
 | all_reduce | up to 256 KiB, ``hub``: to one rank, which sends everyone the sum | ``backend`` |
+| all_reduce of two | a few elements, ``backend`` | ``swap``: each to the other, and each adds |
 | all_gather | up to 64 KiB in all, ``hub``, or ``copies`` between two: one all_to_all | up to 1 MiB, ``pairs``: peer to peer, all at once; then ``broadcasts``, one for each rank, into the result |
 | reduce_scatter | up to 64 KiB in all, ``hub`` | up to 1 MiB, ``exchange``: one all_to_all, then add; then ``pairs``, added as they come |
 | all_to_all, equal | up to 64 KiB in all, ``hub`` | ``backend`` |
 | reduce | ``sends``: peer by peer, added as they come | the same |
 | broadcast | up to 1 MiB in all, ``sends``: to every peer at once | ``backend`` |
 
-Two ranks need no hub, but for a sum of more than a few elements, and broadcast with ``backend``.
+Two ranks need no hub, and broadcast with ``sends`` whatever the size.
 ``copies``, ``exchange`` and the hub take memory for all peers' pieces at once, the others for one
 piece, or for as many small ones as 8 MiB hold. Gloo sends from peer to peer only what lies on the
 host; of a GPU's tensors, ``reduce`` goes by ``gather``: all to dst, then add. NCCL, and backends that
@@ -47,12 +48,12 @@ __all__ = [
 # Bytes: of one rank's piece, or of all ranks together.
 COPIES_UP_TO = 256 * 1024
 PAIRS_UP_TO = EXCHANGE_UP_TO = 1024 * 1024
-SUM_AT_HUB_UP_TO, SUM_OF_TWO_FROM = 256 * 1024, 17
+SUM_AT_HUB_UP_TO, SWAP_FROM = 256 * 1024, 17
 HUB_UP_TO, SENDS_UP_TO = 64 * 1024, 1024 * 1024  # all together
 WAYS = {
     "all_gather": ("hub", "copies", "pairs", "broadcasts", "backend", "backend_list"),
     "reduce_scatter": ("hub", "exchange", "pairs", "backend", "backend_list"),
-    "all_reduce": ("hub", "backend"),
+    "all_reduce": ("swap", "hub", "backend"),
     "all_to_all": ("hub", "backend"),
     "reduce": ("gather", "sends", "backend"),
     "broadcast": ("sends", "backend"),
@@ -110,11 +111,14 @@ def reduce_scatter(backend: str, counts: Sequence[int], row: int, *, on_host: bo
 
 
 def all_reduce(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
-    """``hub`` | ``backend``."""
+    """``swap`` | ``hub`` | ``backend``."""
     if chosen := _chosen.get("all_reduce"):
         return chosen
-    small = backend == "gloo" and on_host and nbytes <= SUM_AT_HUB_UP_TO
-    return "hub" if small and (ranks > 2 or nbytes >= SUM_OF_TWO_FROM) else "backend"
+    if backend != "gloo" or not on_host:
+        return "backend"
+    if ranks == 2:
+        return "swap" if nbytes >= SWAP_FROM else "backend"
+    return "hub" if nbytes <= SUM_AT_HUB_UP_TO else "backend"
 
 
 def all_to_all(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
@@ -138,5 +142,5 @@ def broadcast(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
     """``sends`` | ``backend``."""
     if chosen := _chosen.get("broadcast"):
         return chosen
-    small = backend == "gloo" and on_host and ranks * nbytes <= SENDS_UP_TO
-    return "sends" if small and ranks > 2 else "backend"
+    small = ranks == 2 or ranks * nbytes <= SENDS_UP_TO
+    return "sends" if small and backend == "gloo" and on_host else "backend"

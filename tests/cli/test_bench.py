@@ -147,5 +147,5 @@ def test_the_command_measures(tmp_path):
     done = CliRunner().invoke(app, ["bench", *words, "--no-memory", "--json", str(out)])
     assert done.exit_code == 0, done.output
     assert "forward + backward, 2 ranks" in " ".join(done.output.split())
-    assert "raw sends" in done.output
+    assert "sends by hand" in done.output
     assert len(json.loads(out.read_text())["cases"]) == 1

@@ -50,9 +50,9 @@ def measure(case: Case, repeats: int, calls: int) -> dict[str, Timed]:
     warnings.simplefilter("ignore", FutureWarning)
     rank = rank_of()
     ways = ways_of(case, rank)
-    xs, gs = _ready(case, rank)
+    given, gs = _ready(case, rank, calls)
     want = wanted(case, rank)
-    times = {name: Timed(_wrong(way, xs, gs, want)) for name, way in ways.items()}
+    times = {name: Timed(_wrong(way, given[0], gs, want)) for name, way in ways.items()}
     del want
     names = list(ways)
     order = random.Random(0)  # noqa: S311 - the same on every rank
@@ -62,7 +62,7 @@ def measure(case: Case, repeats: int, calls: int) -> dict[str, Timed]:
             for back, samples in ((False, times[name].forward), (True, times[name].both)):
                 barrier()
                 began = time.perf_counter()
-                _run(ways[name], xs, gs, calls, back=back)
+                _run(ways[name], given, gs, back=back)
                 samples.append((time.perf_counter() - began) / calls)
     return times
 
@@ -75,40 +75,39 @@ def weigh(case: Case, name: str) -> Weighed:
     way = ways_of(small, rank)[name]
     _run(way, *_ready(small, rank))
     way = ways_of(case, rank)[name]
-    xs, gs = _ready(case, rank)
+    given, gs = _ready(case, rank)
     barrier()
     before = _reset_peak()
     with torch.set_grad_enabled(way.backward is None):
-        ys = way.forward(xs)
+        ys = way.forward(given[0])
         forward = _peak() - before
-        _back(way, xs, [ys], gs)
+        _back(way, given, [ys], gs)
     return Weighed(sum(y.nbytes for y in ys), forward, _peak() - before)
 
 
-def _ready(case: Case, rank: int) -> tuple[list[Tensor], list[Tensor]]:
+def _ready(case: Case, rank: int, calls: int = 1) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Inputs for each call, its own: gradients of the same one would have to be added up."""
     xs, gs = brought(case, rank)
-    return [x.requires_grad_() for x in xs], gs
+    return [[x.clone().requires_grad_() for x in xs] for _ in range(calls)], gs
 
 
-def _back(way: Way, xs: list[Tensor], made: list[list[Tensor]], gs: list[Tensor]) -> list[Tensor]:
-    """Go backward through calls; the gradients of one, or the sums of several by autograd."""
+def _back(
+    way: Way, given: list[list[Tensor]], made: list[list[Tensor]], gs: list[Tensor]
+) -> list[Tensor]:
+    """Go backward through calls; the gradients of all of them."""
     if way.backward is None:
-        ys = [y for call in made for y in call]
+        xs, ys = [x for xs in given for x in xs], [y for ys in made for y in ys]
         return list(torch.autograd.grad(ys, xs, gs * len(made)))
-    for _ in made[1:]:
-        way.backward(gs)
-    return way.backward(gs)
+    return [g for _ in made for g in way.backward(gs)]
 
 
-def _run(
-    way: Way, xs: list[Tensor], gs: list[Tensor], calls: int = 1, *, back: bool = True
-) -> None:
+def _run(way: Way, given: list[list[Tensor]], gs: list[Tensor], *, back: bool = True) -> None:
     with torch.set_grad_enabled(way.backward is None):
         if not back:
-            for _ in range(calls):
+            for xs in given:
                 way.forward(xs)
             return
-        _back(way, xs, [way.forward(xs) for _ in range(calls)], gs)
+        _back(way, given, [way.forward(xs) for xs in given], gs)
 
 
 def _wrong(
@@ -116,7 +115,7 @@ def _wrong(
 ) -> str:
     with torch.set_grad_enabled(way.backward is None):
         ys = way.forward(xs)
-        gradients = _back(way, xs, [ys], gs)
+        gradients = _back(way, [xs], [ys], gs)
     if not all(torch.equal(y, w) for y, w in zip(ys, want[0], strict=True)):
         return "values"
     if not all(torch.equal(g, w) for g, w in zip(gradients, want[1], strict=True)):

@@ -3,9 +3,11 @@
 | way | what it is |
 |---|---|
 | raw | the backend's own call into a newly allocated output, and its adjoint, without autograd |
-| raw sends | broadcast by sends from the source, and back by sends to it, all at once |
-| raw hub | everything sent to one rank, which sends everyone what is theirs |
-| bare, bare hub | such calls inside an autograd.Function with nothing else: what gradients cost at least |
+| raw copies | a sum as the backend's all_to_all of copies, and then adding |
+| raw gather | broadcast, and back by the backend's gather, and then adding |
+| sends by hand | broadcast by sends from the source, and back by sends to it, all at once |
+| hub by hand | everything sent to one rank, which sends everyone what is theirs |
+| bare, bare hub, bare sends | such calls inside an autograd.Function with nothing else |
 | nn | torch.distributed.nn.functional |
 | functional | torch.distributed's functional collectives, where their gradient is exact |
 | pad, gather, select | the usual way with unequal pieces; its backward keeps the own part only |
@@ -131,6 +133,20 @@ def _raw_reduce(g: Tensor, rank: int) -> Tensor:
     return out.zero_() if rank else out
 
 
+def _raw_gather(g: Tensor, rank: int) -> Tensor:
+    if rank:
+        dist.gather(g)
+        return torch.zeros_like(g)
+    pieces = g.new_empty(dist.get_world_size(), *g.shape)
+    dist.gather(g, list(pieces.unbind()))
+    return pieces.sum(0)
+
+
+def _raw_copies(x: Tensor) -> Tensor:
+    copies = torch.stack([x] * dist.get_world_size())
+    return _raw_all_to_all(copies).sum(0)
+
+
 def _send_out(x: Tensor, rank: int) -> Tensor:
     if rank:
         out = torch.empty_like(x)
@@ -216,7 +232,8 @@ _EQUAL: dict[str, Callable[[int], dict[str, Way]]] = {
     "all_reduce": lambda rank: {
         "allgrad": _way(all_reduce),
         "raw": _way(_raw_all_reduce, _raw_all_reduce),
-        "raw hub": _way(partial(_summed_by_hub, rank=rank), partial(_summed_by_hub, rank=rank)),
+        "raw copies": _way(_raw_copies, _raw_copies),
+        "hub by hand": _way(partial(_summed_by_hub, rank=rank), partial(_summed_by_hub, rank=rank)),
         "bare": _bare(_raw_all_reduce, _raw_all_reduce),
         "bare hub": _bare(partial(_summed_by_hub, rank=rank), partial(_summed_by_hub, rank=rank)),
         "nn": _way(nn.all_reduce),
@@ -225,14 +242,15 @@ _EQUAL: dict[str, Callable[[int], dict[str, Way]]] = {
     "broadcast": lambda rank: {
         "allgrad": _way(broadcast),
         "raw": _way(partial(_raw_broadcast, rank=rank), partial(_raw_reduce, rank=rank)),
-        "raw sends": _way(partial(_send_out, rank=rank), partial(_send_back, rank=rank)),
-        "bare": _bare(partial(_send_out, rank=rank), partial(_send_back, rank=rank)),
+        "raw gather": _way(partial(_raw_broadcast, rank=rank), partial(_raw_gather, rank=rank)),
+        "sends by hand": _way(partial(_send_out, rank=rank), partial(_send_back, rank=rank)),
+        "bare sends": _bare(partial(_send_out, rank=rank), partial(_send_back, rank=rank)),
         "nn": _way(lambda x: nn.broadcast(x, 0)),
     },
     "all_to_all": lambda rank: {
         "allgrad": _way(lambda x: all_to_all(x, send_sizes="equal")),
         "raw": _way(_raw_all_to_all, _raw_all_to_all),
-        "raw hub": _way(
+        "hub by hand": _way(
             partial(_exchanged_by_hub, rank=rank), partial(_exchanged_by_hub, rank=rank)
         ),
         "bare": _bare(_raw_all_to_all, _raw_all_to_all),
