@@ -111,10 +111,14 @@ class Cut:
     dims: tuple[int, ...]
     sizes: tuple[tuple[int, ...], ...]
 
+    def by_rows(self, xs: Sequence[Tensor]) -> bool:
+        """Tell whether what travels is a single tensor as it is, counted in rows."""
+        return len(xs) == 1 and self.dims[0] == 0 and _is_eager(xs[0])
+
     def counts(self, xs: Sequence[Tensor]) -> Sequence[int]:
         """What belongs to each rank, all tensors together: elements, or rows of a single tensor."""
         if len(xs) == 1:
-            if self._by_rows(xs):
+            if self.by_rows(xs):
                 return self.sizes[0]
             each = _others(xs[0], self.dims[0])
             return [size * each for size in self.sizes[0]]
@@ -148,18 +152,18 @@ class Cut:
 
     def pieces(self, xs: Sequence[Tensor]) -> Tensor:
         """One rank's blocks, as they lie among those of all ranks."""
-        return plain(xs[0]) if self._by_rows(xs) else together(xs)
+        return plain(xs[0]) if self.by_rows(xs) else together(xs)
 
     def nothing(self, xs: Sequence[Tensor]) -> Tensor:
         """No blocks at all, in the same way."""
-        return xs[0].new_empty((0, *xs[0].shape[1:])) if self._by_rows(xs) else nothing(xs)
+        return xs[0].new_empty((0, *xs[0].shape[1:])) if self.by_rows(xs) else nothing(xs)
 
     def lay_out(self, xs: Sequence[Tensor]) -> Tensor:
         """Cut the tensors and lay the blocks flat, rank after rank.
 
         No copy for a single contiguous tensor cut along its first dimension.
         """
-        if self._by_rows(xs):
+        if self.by_rows(xs):
             return plain(xs[0])
         if len(xs) == 1 and self._in_order(xs[0]):
             return _flat(plain(xs[0]))
@@ -174,7 +178,7 @@ class Cut:
 
         No copy for a single tensor along its first dimension, one otherwise.
         """
-        if self._by_rows(xs):
+        if self.by_rows(xs):
             return [flat]
         if len(xs) == 1 and self._in_order(xs[0]):
             return [_shaped(flat, _with_length(xs[0].shape, self.dims[0], sum(self.sizes[0])))]
@@ -182,10 +186,6 @@ class Cut:
         shapes = [shape for rank in ranks for shape in self.shapes(xs, rank)]
         blocks = apart(flat, shapes)
         return [torch.cat(blocks[i :: len(xs)], dim) for i, dim in enumerate(self.dims)]
-
-    def _by_rows(self, xs: Sequence[Tensor]) -> bool:
-        """Tell whether what travels is a single tensor as it is, counted in rows."""
-        return len(xs) == 1 and self.dims[0] == 0 and _is_eager(xs[0])
 
     def _in_order(self, x: Tensor) -> bool:
         """Tell whether the blocks of the first tensor lie one after another in it as it is."""
