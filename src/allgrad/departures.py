@@ -16,7 +16,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["depart", "free", "in_backward", "in_turn"]
+__all__ = ["LINE", "depart", "free", "in_backward", "in_turn"]
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class _Line:
         self.waiting = 0
 
 
-_LINE = _Line()
+LINE = _Line()
 _HERE = threading.local()
 
 
@@ -44,18 +44,18 @@ def depart(call: Callable[[], T]) -> Future[T]:
             with torch.no_grad(), same_stream:
                 return call()
         finally:
-            with _LINE.lock:
-                _LINE.waiting -= 1
+            with LINE.lock:
+                LINE.waiting -= 1
 
-    with _LINE.lock:
-        _LINE.thread = _LINE.thread or ThreadPoolExecutor(1, "allgrad")
-        _LINE.waiting += 1
-        return _LINE.thread.submit(run)
+    with LINE.lock:
+        LINE.thread = LINE.thread or ThreadPoolExecutor(1, "allgrad")
+        LINE.waiting += 1
+        return LINE.thread.submit(run)
 
 
 def free() -> bool:
     """Tell whether a call may be made here and now: none is under way, or this is its thread."""
-    return not _LINE.waiting or getattr(_HERE, "in_line", False)
+    return not LINE.waiting or getattr(_HERE, "in_line", False)
 
 
 def in_turn(call: Callable[[], T]) -> T:

@@ -72,6 +72,8 @@ def all_reduce(group: Group, x: Tensor, scratch: bool = False) -> Tensor:
         return all_gather(group, own, counts).view(x.shape)
     if way == "swap":
         return peers.swap(group, x)
+    if way == "shares":
+        return peers.add_up(group, x, x if scratch else torch.empty_like(x))
     if way == "hub":
         if group.rank != peers.HUB:
             return peers.ask(group, x, torch.empty_like(x))
@@ -87,18 +89,13 @@ def all_reduce(group: Group, x: Tensor, scratch: bool = False) -> Tensor:
 
 
 def broadcast(group: Group, x: Tensor, src: int) -> Tensor:
-    here, backend = group.rank == src, group.backend(x.device)
+    backend = group.backend(x.device)
     way = plans.broadcast(backend, group.size, x.nbytes, on_host=x.is_cpu)
-    if way == "backend":
-        return overwrite(group, x.clone() if here else torch.empty_like(x), src)
-    if here:
-        works = peers.start(group, [(x, rank) for rank in range(group.size) if rank != src], ())
-        out = x.clone()
-    else:
-        out = torch.empty_like(x)
-        works = peers.start(group, (), [(out, src)])
-    peers.arrive(group, works)
-    return out
+    if way == "sends":
+        return peers.send_out(group, x, src)
+    if way == "shares":
+        return peers.share_out(group, x, src)
+    return overwrite(group, x.clone() if group.rank == src else torch.empty_like(x), src)
 
 
 def overwrite(group: Group, x: Tensor, src: int) -> Tensor:
@@ -113,20 +110,17 @@ def start_overwriting(group: Group, x: Tensor, src: int) -> Callable[[], None]:
 
 
 def reduce(group: Group, x: Tensor, dst: int) -> Tensor:
-    way = plans.reduce(group.backend(x.device), on_host=x.is_cpu)
+    way = plans.reduce(group.backend(x.device), group.size, x.nbytes, on_host=x.is_cpu)
+    if way == "sends":
+        return peers.bring(group, x, dst)
+    if way == "shares":
+        return peers.pass_on(group, x, dst)
     here = group.rank == dst
     if way == "backend" and x.dtype in _SUMMED_BY_BACKENDS:
         out = x.clone()
         call = partial(dist.reduce, out, group_dst=dst, group=group.process_group)
         _run(group, lambda later: call(async_op=later))
         return out if here else torch.zeros_like(x)
-    if way == "sends":
-        if here:
-            return peers.add_from(group, x, [rank for rank in range(group.size) if rank != dst], ())
-        works = peers.start(group, [(x, dst)], ())
-        out = torch.zeros_like(x)
-        peers.arrive(group, works)
-        return out
     n = x.numel()
     send = [n if rank == dst else 0 for rank in range(group.size)]
     rows = all_to_all(group, x.view(-1), send, [n if here else 0] * group.size)
@@ -153,8 +147,12 @@ def all_to_all(
 def _exchange_equal(group: Group, x: Tensor) -> Tensor:
     way = plans.all_to_all(group.backend(x.device), group.size, x.nbytes, on_host=x.is_cpu)
     if way == "backend":
-        return _swap(group, x)
+        return _equal_blocks(group, x)
     out = torch.empty_like(x)
+    if way == "pairs":
+        by_rank = group.size, x.numel() // group.size
+        peers.trade(group, x.view(by_rank).unbind(), out.view(by_rank).unbind())
+        return out
     if group.rank != peers.HUB:
         return peers.ask(group, x, out)
     pieces = x.new_empty((group.size, *x.shape))
@@ -165,7 +163,7 @@ def _exchange_equal(group: Group, x: Tensor) -> Tensor:
     return out.copy_(answers[peers.HUB])
 
 
-def _swap(group: Group, x: Tensor) -> Tensor:
+def _equal_blocks(group: Group, x: Tensor) -> Tensor:
     """Equal blocks, by the backend: without counts, which take longer to hand over than all else."""
     out = torch.empty_like(x)
     sent = peers.moved(x)
@@ -179,7 +177,7 @@ def all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
     if way == "copies":
         copies = torch.cat([x] * group.size)
         if len(set(counts)) == 1:
-            return _swap(group, copies)
+            return _equal_blocks(group, copies)
         return all_to_all(group, copies, [x.shape[0]] * group.size, counts)
     out = x.new_empty(_rows(sum(counts), x))
     if way == "backend":
@@ -194,11 +192,7 @@ def all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
         peers.answer(group, [out] * group.size)
         return out
     if way == "pairs":
-        ahead, behind = peers.in_order(group)
-        into = [(blocks[rank], rank) for rank in behind]
-        works = peers.start(group, [(x, rank) for rank in ahead], into)
-        blocks[group.rank].copy_(x)
-        peers.arrive(group, works)
+        peers.trade(group, [x] * group.size, blocks)
         return out
     moved = [peers.moved(block) for block in blocks]
     if way == "backend_list":
@@ -222,20 +216,20 @@ def reduce_scatter(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
     own, row = counts[group.rank], _row_elements(x) * x.element_size()
     way = plans.reduce_scatter(group.backend(x.device), counts, row, on_host=x.is_cpu)
     if way == "pairs":
-        blocks: Sequence[Tensor] = x.split(counts)
-        ahead, behind = peers.in_order(group)
-        return peers.add_from(group, blocks[group.rank], behind, [(blocks[to], to) for to in ahead])
+        return peers.add_own(group, dict(enumerate(x.split(counts))))
     if way == "hub":
         if group.rank != peers.HUB:
             return peers.ask(group, x, x.new_empty(_rows(own, x)))
         pieces = x.new_empty((group.size, *x.shape))
         peers.hear(group, x, pieces.unbind())
-        blocks = pieces.sum(0, dtype=x.dtype).split(counts)
+        blocks: Sequence[Tensor] = pieces.sum(0, dtype=x.dtype).split(counts)
         peers.answer(group, blocks)
         return blocks[peers.HUB].clone()  # a view would keep the whole
     if way == "exchange" or x.dtype not in _SUMMED_BY_BACKENDS:
         equal = len(set(counts)) == 1
-        rows = _swap(group, x) if equal else all_to_all(group, x, counts, [own] * group.size)
+        rows = (
+            _equal_blocks(group, x) if equal else all_to_all(group, x, counts, [own] * group.size)
+        )
         return rows.view(group.size, *_rows(own, x)).sum(0, dtype=x.dtype)
     out = x.new_empty(_rows(own, x))
     call = partial(_REDUCE_SCATTER, out, x)

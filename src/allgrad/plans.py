@@ -49,14 +49,14 @@ __all__ = [
 COPIES_UP_TO = 256 * 1024
 PAIRS_UP_TO = EXCHANGE_UP_TO = 1024 * 1024
 SUM_AT_HUB_UP_TO, SWAP_FROM = 256 * 1024, 17
-HUB_UP_TO, SENDS_UP_TO = 64 * 1024, 1024 * 1024  # all together
+HUB_UP_TO, SENDS_UP_TO = 64 * 1024, 4 * 1024 * 1024  # all together
 WAYS = {
     "all_gather": ("hub", "copies", "pairs", "broadcasts", "backend", "backend_list"),
     "reduce_scatter": ("hub", "exchange", "pairs", "backend", "backend_list"),
-    "all_reduce": ("swap", "hub", "backend"),
-    "all_to_all": ("hub", "backend"),
-    "reduce": ("gather", "sends", "backend"),
-    "broadcast": ("sends", "backend"),
+    "all_reduce": ("swap", "hub", "shares", "backend"),
+    "all_to_all": ("hub", "pairs", "backend"),
+    "reduce": ("sends", "shares", "gather", "backend"),
+    "broadcast": ("sends", "shares", "backend"),
 }
 _chosen: dict[str, str] = {}
 
@@ -111,36 +111,42 @@ def reduce_scatter(backend: str, counts: Sequence[int], row: int, *, on_host: bo
 
 
 def all_reduce(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
-    """``swap`` | ``hub`` | ``backend``."""
+    """``swap`` | ``hub`` | ``shares`` | ``backend``."""
     if chosen := _chosen.get("all_reduce"):
         return chosen
     if backend != "gloo" or not on_host:
         return "backend"
     if ranks == 2:
         return "swap" if nbytes >= SWAP_FROM else "backend"
-    return "hub" if nbytes <= SUM_AT_HUB_UP_TO else "backend"
+    return "hub" if nbytes <= SUM_AT_HUB_UP_TO else "shares"
 
 
 def all_to_all(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
-    """``hub`` | ``backend``, for blocks of one size between all ranks, known to be so."""
+    """``hub`` | ``pairs`` | ``backend``, for blocks of one size between all ranks, known to be so."""
     if chosen := _chosen.get("all_to_all"):
         return chosen
-    small = backend == "gloo" and on_host and ranks * nbytes <= HUB_UP_TO
-    return "hub" if small and ranks > 2 else "backend"
+    if backend != "gloo" or not on_host or ranks == 2:
+        return "backend"
+    if ranks * nbytes <= HUB_UP_TO:
+        return "hub"
+    return "backend" if nbytes <= EXCHANGE_UP_TO else "pairs"
 
 
-def reduce(backend: str, *, on_host: bool) -> str:
-    """``gather`` | ``sends`` | ``backend``."""
+def reduce(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
+    """``sends`` | ``shares`` | ``gather`` | ``backend``."""
     if chosen := _chosen.get("reduce"):
         return chosen
     if backend != "gloo":
         return "backend"
-    return "sends" if on_host else "gather"
+    if not on_host:
+        return "gather"
+    return "sends" if ranks == 2 or ranks * nbytes <= SENDS_UP_TO else "shares"
 
 
 def broadcast(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
-    """``sends`` | ``backend``."""
+    """``sends`` | ``shares`` | ``backend``."""
     if chosen := _chosen.get("broadcast"):
         return chosen
-    small = ranks == 2 or ranks * nbytes <= SENDS_UP_TO
-    return "sends" if small and backend == "gloo" and on_host else "backend"
+    if backend != "gloo" or not on_host:
+        return "backend"
+    return "sends" if ranks == 2 or ranks * nbytes <= SENDS_UP_TO else "shares"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.compiler import is_dynamo_compiling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +26,8 @@ __all__ = [
     "zeros",
 ]
 
+# Of these types is real memory, and what TorchDynamo traces. In graphs tensors are laid flat, as
+# their ops want them.
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
@@ -52,7 +55,9 @@ def together(xs: Sequence[Tensor]) -> Tensor:
 
 def whole(xs: Sequence[Tensor]) -> Tensor:
     """The same for what is not cut: a single tensor keeps its shape, for a view costs time too."""
-    return plain(xs[0]) if len(xs) == 1 and _is_eager(xs[0]) else together(xs)
+    if len(xs) == 1 and type(xs[0]) in _PLAIN and not is_dynamo_compiling():
+        return plain(xs[0])
+    return together(xs)
 
 
 def apart_like(flat: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -93,11 +98,6 @@ def zeros(received: Tensor, shape: Sequence[int]) -> Tensor:
     return fresh
 
 
-def _is_eager(x: Tensor) -> bool:
-    """Tell whether this is real memory. In graphs tensors are laid flat, as their ops want them."""
-    return type(x) in _PLAIN and not torch.compiler.is_compiling()
-
-
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How several tensors are cut: each along its own dim, into its own sizes by rank.
@@ -113,7 +113,9 @@ class Cut:
 
     def by_rows(self, xs: Sequence[Tensor]) -> bool:
         """Tell whether what travels is a single tensor as it is, counted in rows."""
-        return len(xs) == 1 and self.dims[0] == 0 and _is_eager(xs[0])
+        if len(xs) > 1 or self.dims[0] != 0:
+            return False
+        return type(xs[0]) in _PLAIN and not is_dynamo_compiling()
 
     def counts(self, xs: Sequence[Tensor]) -> Sequence[int]:
         """What belongs to each rank, all tensors together: elements, or rows of a single tensor."""

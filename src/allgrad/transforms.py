@@ -43,7 +43,7 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
     transformed = (
         torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # noqa: SLF001
     )
-    if stop or not _differentiable(xs):
+    if stop or not (xs[0].is_floating_point() or _differentiable(xs)):
         with torch.no_grad():
             return _run(_Constant, pair, xs) if transformed else _plain(pair, xs)
     if _order is not None and torch.is_grad_enabled():
@@ -101,8 +101,11 @@ def needs_graph(xs: Sequence[Tensor]) -> bool:
 
 def _plain(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     # What is handed through as it is: the caller's own leaf would still require grad.
+    ys = pair.forward(xs)
+    if len(ys) == 1:
+        return (ys[0].detach() if ys[0] is xs[0] else ys[0],)
     given = set(map(id, xs))
-    return tuple([y.detach() if id(y) in given else y for y in pair.forward(xs)])
+    return tuple([y.detach() if id(y) in given else y for y in ys])
 
 
 def _run(function: type[_Apply], pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -183,9 +183,9 @@ def _in_elements(x: Tensor, counts: Sequence[int]) -> list[int]:
 def _at_once(group: Group, x: Tensor) -> bool:
     """Nothing stands between the call and the backend: most calls, told in the shortest way."""
     return (
-        not torch.compiler.is_compiling()
+        not torch.compiler.is_dynamo_compiling()
         and _watcher is None
-        and departures.free()
+        and (not departures.LINE.waiting or departures.free())
         and group.size > 1
         and type(x) in _REAL
         and not x.is_meta

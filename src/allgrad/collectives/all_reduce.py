@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from allgrad import graph_wire, reductions, wire
@@ -112,9 +113,7 @@ def share(x: Nest, *, group: GroupLike = None, async_op: bool = False) -> Nest:
 
 
 def _sum_pair(ranks: Group, divided_by: int) -> AdjointPair:
-    def reduce(xs: Sequence[Tensor]) -> list[Tensor]:
-        return _reduced(ranks, xs, divided_by)
-
+    reduce = partial(_reduced, ranks, divided_by)
     return AdjointPair("all_reduce", "all_reduce", reduce, reduce)
 
 
@@ -124,9 +123,6 @@ def _once_pair(ranks: Group, divided_by: int) -> AdjointPair:
     def hand_over(xs: Sequence[Tensor]) -> list[Tensor]:
         return [x if divided_by == 1 else x / divided_by for x in xs]
 
-    def reduce(xs: Sequence[Tensor]) -> list[Tensor]:
-        return _reduced(ranks, xs, divided_by)
-
     def reduce_once(xs: Sequence[Tensor]) -> list[Tensor]:
         return _divided(graph_wire.sum_once(together(xs), ranks.name), xs, divided_by)
 
@@ -134,12 +130,14 @@ def _once_pair(ranks: Group, divided_by: int) -> AdjointPair:
         return _divided(graph_wire.share(together(xs), ranks.name), xs, divided_by)
 
     traced = (reduce_once, share) if ranks.size > 1 else None
+    reduce = partial(_reduced, ranks, divided_by)
     return AdjointPair("all_reduce", "share", reduce, hand_over, traced)
 
 
-def _reduced(ranks: Group, xs: Sequence[Tensor], by: int) -> list[Tensor]:
+def _reduced(ranks: Group, by: int, xs: Sequence[Tensor]) -> list[Tensor]:
     copied = len(xs) > 1 or not xs[0].is_contiguous()
-    return _divided(wire.all_reduce(ranks, whole(xs), scratch=copied), xs, by)
+    total = wire.all_reduce(ranks, whole(xs), scratch=copied)
+    return apart_like(total if by == 1 else total.div_(by), xs)
 
 
 def _divided(fresh: Tensor, xs: Sequence[Tensor], by: int) -> list[Tensor]:

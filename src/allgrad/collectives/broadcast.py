@@ -123,11 +123,11 @@ def _reduce(
 def _sum_pair(ranks: Group, root: int, divided_by: int = 1) -> AdjointPair:
     def send(xs: Sequence[Tensor]) -> list[Tensor]:
         out = wire.broadcast(ranks, whole(xs), root)
-        return apart_like(_divide(out, divided_by), xs)
+        return apart_like(out if divided_by == 1 else out.div_(divided_by), xs)
 
     def collect(xs: Sequence[Tensor]) -> list[Tensor]:
         out = wire.reduce(ranks, whole(xs), root)
-        return apart_like(_divide(out, divided_by), xs)
+        return apart_like(out if divided_by == 1 else out.div_(divided_by), xs)
 
     return AdjointPair("broadcast", "reduce", send, collect)
 
@@ -146,7 +146,3 @@ def _once_pair(ranks: Group, src: int) -> AdjointPair:
 
     traced = (send_once, keep_on) if ranks.size > 1 else None
     return AdjointPair("broadcast", "keep on src", _sum_pair(ranks, src).forward, keep, traced)
-
-
-def _divide(fresh: Tensor, by: int) -> Tensor:
-    return fresh if by == 1 else fresh.div_(by)
