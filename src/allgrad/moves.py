@@ -34,7 +34,13 @@ __all__ = [
     "start_overwriting",
 ]
 
-_SUMMED_BY_BACKENDS = peers.KNOWN_TO_BACKENDS | {torch.complex64, torch.complex128}
+_KNOWN_TO_BACKENDS = frozenset(
+    {
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.int8, torch.uint8, torch.int32, torch.int64),
+    }
+)
+_SUMMED_BY_BACKENDS = _KNOWN_TO_BACKENDS | {torch.complex64, torch.complex128}
 _NO_COUNTS: list[int] = []
 
 
@@ -99,12 +105,12 @@ def broadcast(group: Group, x: Tensor, src: int) -> Tensor:
 
 
 def overwrite(group: Group, x: Tensor, src: int) -> Tensor:
-    _call(group, "broadcast", _broadcasts(src), [peers.moved(x)])
+    _call(group, "broadcast", _broadcasts(src), [_moved(x)])
     return x
 
 
 def start_overwriting(group: Group, x: Tensor, src: int) -> Callable[[], None]:
-    moved, options = [peers.moved(x)], _broadcasts(src)[True]
+    moved, options = [_moved(x)], _broadcasts(src)[True]
     works = _begin(group, lambda: [group.process_group.broadcast(moved, options)])
     return lambda: _end(group, works)
 
@@ -136,8 +142,8 @@ def all_to_all(
         return _exchange_equal(group, x)
     out = x.new_empty(_rows(sum(receive), x))
     into, sent = out, x
-    if x.dtype not in peers.KNOWN_TO_BACKENDS:
-        into, sent = peers.moved(out), peers.moved(x)
+    if x.dtype not in _KNOWN_TO_BACKENDS:
+        into, sent = _moved(out), _moved(x)
         width = _row_elements(x) * x.element_size()
         send, receive = [n * width for n in send], [n * width for n in receive]
     _call(group, "alltoall_base", _EXCHANGES, into, sent, receive, send)
@@ -166,8 +172,8 @@ def _exchange_equal(group: Group, x: Tensor) -> Tensor:
 def _equal_blocks(group: Group, x: Tensor) -> Tensor:
     """Equal blocks, by the backend: without counts, which take longer to hand over than all else."""
     out = torch.empty_like(x)
-    sent = peers.moved(x)
-    _call(group, "alltoall_base", _EXCHANGES, peers.moved(out), sent, _NO_COUNTS, _NO_COUNTS)
+    sent = _moved(x)
+    _call(group, "alltoall_base", _EXCHANGES, _moved(out), sent, _NO_COUNTS, _NO_COUNTS)
     return out
 
 
@@ -181,7 +187,7 @@ def all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
         return all_to_all(group, copies, [x.shape[0]] * group.size, counts)
     out = x.new_empty(_rows(sum(counts), x))
     if way == "backend":
-        call = partial(_GATHER, peers.moved(out), peers.moved(x), group=group.process_group)
+        call = partial(_GATHER, _moved(out), _moved(x), group=group.process_group)
         _run(group, lambda later: call(async_op=later))
         return out
     blocks = out.split(counts)
@@ -194,9 +200,9 @@ def all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
     if way == "pairs":
         peers.trade(group, [x] * group.size, blocks)
         return out
-    moved = [peers.moved(block) for block in blocks]
+    moved = [_moved(block) for block in blocks]
     if way == "backend_list":
-        call = partial(dist.all_gather, moved, peers.moved(x), group=group.process_group)
+        call = partial(dist.all_gather, moved, _moved(x), group=group.process_group)
         _run(group, lambda later: call(async_op=later))
         return out
     blocks[group.rank].copy_(x)
@@ -300,3 +306,15 @@ def _rows(count: int, x: Tensor) -> tuple[int, ...]:
 def _row_elements(x: Tensor) -> int:
     """How many elements there are for each step along the first dimension."""
     return 1 if x.dim() == 1 else prod(x.shape[1:])
+
+
+def _moved(x: Tensor) -> Tensor:
+    """What backends' collectives can move of ``x``.
+
+    Moving needs no arithmetic: as bytes every dtype travels on every backend, bit for bit
+    (test_every_dtype_travels).
+    """
+    if x.dtype in _KNOWN_TO_BACKENDS:
+        return x
+    # A single element counts as contiguous whatever its stride.
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

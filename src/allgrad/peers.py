@@ -37,14 +37,12 @@ __all__ = [
     "AHEAD",
     "CHUNK",
     "HUB",
-    "KNOWN_TO_BACKENDS",
     "add_own",
     "add_up",
     "answer",
     "ask",
     "bring",
     "hear",
-    "moved",
     "pass_on",
     "send_out",
     "share_out",
@@ -52,12 +50,6 @@ __all__ = [
     "trade",
 ]
 
-KNOWN_TO_BACKENDS = frozenset(
-    {
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        *(torch.int8, torch.uint8, torch.int32, torch.int64),
-    }
-)
 # Where a rank adds what others send, long pieces come in chunks, and as many are on their way at
 # once as fit into AHEAD.
 CHUNK, AHEAD = 2 << 20, 8 << 20
@@ -264,11 +256,9 @@ def _start(group: Group, sent: Sequence[Transfer], into: Sequence[Transfer]) -> 
             waiting.limit(group)
         for x, peer in sent:
             if x.numel():
-                x = x if x.dtype in KNOWN_TO_BACKENDS else moved(x)  # noqa: PLW2901
                 going.append(calls.send([x], peer, _TAG))
         for x, peer in into:
             if x.numel():
-                x = x if x.dtype in KNOWN_TO_BACKENDS else moved(x)  # noqa: PLW2901
                 coming.append(calls.recv([x], peer, _TAG))
     except RuntimeError as error:
         waiting.cut_off(group)
@@ -290,15 +280,3 @@ def _arrive(group: Group, works: Sequence[Any]) -> None:
         if isinstance(error, RankRaised):
             raise
         raise waiting.explain(group, error, time.monotonic() - began) from error
-
-
-def moved(x: Tensor) -> Tensor:
-    """What backends can move of ``x``.
-
-    Moving needs no arithmetic: as bytes every dtype travels on every backend, bit for bit
-    (test_every_dtype_travels).
-    """
-    if x.dtype in KNOWN_TO_BACKENDS:
-        return x
-    # A single element counts as contiguous whatever its stride.
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

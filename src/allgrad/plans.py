@@ -4,23 +4,24 @@ The wire asks here and does what it is told. Every answer depends only on what a
 alike (the counts by rank and the dtype), so that all of them take the same way.
 
 Gloo's own calls take up to five times as long as these ways, on the host. Small messages take few
-steps, up to where that was about as fast as any other way where every rank had a core too:
+steps, larger ones keep every rank at work; the limits are where that was best, or nearly so, both
+with 4 ranks on 2 cores and with a core for every rank:
 
 | to do | small | larger |
 |---|---|---|
-| all_reduce | up to 256 KiB, ``hub``: to one rank, which sends everyone the sum | ``backend`` |
+| all_reduce | up to 256 KiB, ``hub``: to one rank, which sends everyone the sum | ``shares``: each rank adds up one, and sends it to all |
 | all_reduce of two | a few elements, ``backend`` | ``swap``: each to the other, and each adds |
-| all_gather | up to 64 KiB in all, ``hub``, or ``copies`` between two: one all_to_all | up to 1 MiB, ``pairs``: peer to peer, all at once; then ``broadcasts``, one for each rank, into the result |
-| reduce_scatter | up to 64 KiB in all, ``hub`` | up to 1 MiB, ``exchange``: one all_to_all, then add; then ``pairs``, added as they come |
-| all_to_all, equal | up to 64 KiB in all, ``hub`` | ``backend`` |
-| reduce | ``sends``: peer by peer, added as they come | the same |
-| broadcast | up to 1 MiB in all, ``sends``: to every peer at once | ``backend`` |
+| all_gather | up to 64 KiB in all, ``hub``, or ``copies`` between two: one all_to_all | ``pairs``: peer to peer, all at once |
+| reduce_scatter | up to 64 KiB in all, ``hub``; blocks up to 32 KiB, ``exchange``: one all_to_all, then add | ``pairs``, added as they come |
+| all_to_all, equal | up to 64 KiB in all, ``hub``; blocks up to 32 KiB, ``backend`` | ``pairs`` |
+| broadcast | up to 4 MiB in all, ``sends``: to every peer at once | ``shares``: one to each peer, who pass them on |
+| reduce | up to 4 MiB in all, ``sends``: peer by peer, added as they come | ``shares``: each peer adds up one |
 
-Two ranks need no hub, and broadcast with ``sends`` whatever the size.
-``copies``, ``exchange`` and the hub take memory for all peers' pieces at once, the others for one
-piece, or for as many small ones as 8 MiB hold. Gloo sends from peer to peer only what lies on the
-host; of a GPU's tensors, ``reduce`` goes by ``gather``: all to dst, then add. NCCL, and backends that
-were not measured, get their own call where it takes the sizes.
+Two ranks need no hub and no shares, and exchange blocks of up to 128 KiB.
+``copies``, ``exchange`` and the hub take memory for all peers' pieces at once, what is added as it comes
+for 8 MiB of them. Gloo sends from peer to peer only what lies on the host; a GPU's tensors go by
+``copies`` or ``broadcasts`` (one for each rank, into the result), ``exchange``, ``backend``, and ``gather``: all to
+dst, then add. NCCL, and backends that were not measured, get their own call where it takes the sizes.
 For experiments, ``with plans.using(all_gather="broadcasts"):`` takes one way whatever the table says.
 """
 
@@ -45,10 +46,10 @@ __all__ = [
     "using",
 ]
 
-# Bytes: of one rank's piece, or of all ranks together.
-COPIES_UP_TO = 256 * 1024
-PAIRS_UP_TO = EXCHANGE_UP_TO = 1024 * 1024
-SUM_AT_HUB_UP_TO, SWAP_FROM = 256 * 1024, 17
+# Bytes: of one rank's piece, of one block between two ranks, or of all ranks together.
+COPIES_UP_TO = SUM_AT_HUB_UP_TO = 256 * 1024
+SWAP_FROM = 17
+EXCHANGE_UP_TO, TWO_EXCHANGE_UP_TO = 32 * 1024, 128 * 1024  # a block
 HUB_UP_TO, SENDS_UP_TO = 64 * 1024, 4 * 1024 * 1024  # all together
 WAYS = {
     "all_gather": ("hub", "copies", "pairs", "broadcasts", "backend", "backend_list"),
@@ -85,12 +86,11 @@ def all_gather(backend: str, counts: Sequence[int], row: int, *, on_host: bool) 
     if chosen := _chosen.get("all_gather"):
         return chosen
     if backend == "gloo":
-        longest = max(counts) * row
         if not on_host:
-            return "copies" if longest <= COPIES_UP_TO else "broadcasts"
-        if sum(counts) * row <= HUB_UP_TO:
-            return "hub" if len(counts) > 2 else "copies"
-        return "pairs" if longest <= PAIRS_UP_TO else "broadcasts"
+            return "copies" if max(counts) * row <= COPIES_UP_TO else "broadcasts"
+        if sum(counts) * row > HUB_UP_TO:
+            return "pairs"
+        return "hub" if len(counts) > 2 else "copies"
     if len(set(counts)) == 1:
         return "backend"
     return "backend_list" if backend == "nccl" else "broadcasts"
@@ -101,9 +101,10 @@ def reduce_scatter(backend: str, counts: Sequence[int], row: int, *, on_host: bo
     if chosen := _chosen.get("reduce_scatter"):
         return chosen
     if backend == "gloo":
-        if on_host and len(counts) > 2 and sum(counts) * row <= HUB_UP_TO:
+        two = len(counts) == 2
+        if on_host and not two and sum(counts) * row <= HUB_UP_TO:
             return "hub"
-        small = max(counts) * row <= EXCHANGE_UP_TO
+        small = max(counts) * row <= (TWO_EXCHANGE_UP_TO if two else EXCHANGE_UP_TO)
         return "exchange" if small or not on_host else "pairs"
     if len(set(counts)) == 1:
         return "backend"
@@ -125,11 +126,12 @@ def all_to_all(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
     """``hub`` | ``pairs`` | ``backend``, for blocks of one size between all ranks, known to be so."""
     if chosen := _chosen.get("all_to_all"):
         return chosen
-    if backend != "gloo" or not on_host or ranks == 2:
+    if backend != "gloo" or not on_host:
         return "backend"
-    if ranks * nbytes <= HUB_UP_TO:
+    if ranks > 2 and ranks * nbytes <= HUB_UP_TO:
         return "hub"
-    return "backend" if nbytes <= EXCHANGE_UP_TO else "pairs"
+    small = nbytes <= ranks * (EXCHANGE_UP_TO if ranks > 2 else TWO_EXCHANGE_UP_TO)
+    return "backend" if small else "pairs"
 
 
 def reduce(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:

@@ -5,7 +5,8 @@ import torch
 
 import allgrad as ag
 import reference
-from allgrad import plans
+from allgrad import peers, plans
+from allgrad.ragged import even
 from exactness import check_exact, pieces, same
 
 ROWS = (2, 0, 3, 1)
@@ -80,6 +81,34 @@ def test_sums_of_every_kind(rank, world, dtype, way):
     with plans.using(all_reduce=way):
         got = ag.all_reduce(xs[rank])
     same(got, sum(xs), "the sum")
+
+
+LONG = 5_500_001  # elements: more chunks than are on their way at once, the last one shorter
+LONG_SUMS = {
+    "reduce, sends": lambda x: ag.reduce(x, 1),
+    "reduce, shares": lambda x: ag.reduce(x, 1),
+    "all_reduce, shares": ag.all_reduce,
+    "all_reduce, shares, in the nest's own copy": lambda x: torch.cat(
+        ag.all_reduce([x[:7], x[7:]])
+    ),
+    "reduce_scatter, pairs": ag.reduce_scatter,
+}
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", LONG_SUMS)
+def test_long_sums_come_in_chunks(rank, world, name):
+    xs = [(torch.arange(LONG) % (17 + r)).float() for r in range(world)]
+    assert xs[0].nbytes / world > peers.AHEAD / (world - 1) > peers.CHUNK
+    operation, way, *_ = name.split(", ")
+    before = xs[rank].clone()
+    with plans.using(**{operation: way}):
+        got = LONG_SUMS[name](xs[rank])
+    same(xs[rank], before, "what was passed")
+    want = sum(xs)
+    if operation == "reduce_scatter":
+        want = want.split(even(LONG, world))[rank]
+    same(got, want if operation != "reduce" or rank == 1 else torch.zeros(LONG), "the sum")
 
 
 @pytest.mark.ranks(3)

@@ -319,6 +319,37 @@ def killed_in_backward():
     y.sum().backward()
 
 
+LARGE = 1 << 21  # elements: every rank has a share of the work, and some wait only for others
+
+
+@scenario(world=4, expect="RankLost", faulty="killed")
+def killed_in_a_large_sum():
+    """SIGKILL of a rank in a large all_reduce."""
+    rank, _ = here()
+    if rank == FAULTY:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ag.all_reduce(torch.ones(LARGE))
+
+
+@scenario(world=4, expect="RankLost", faulty="killed")
+def killed_in_a_large_backward():
+    """SIGKILL of a rank in the backward of a large broadcast."""
+    rank, _ = here()
+    y = ag.broadcast(torch.ones(LARGE, requires_grad=True))
+    if rank == FAULTY:
+        y.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    y.sum().backward()
+
+
+@scenario(world=4, expect="RankLost", faulty="killed")
+def killed_source():
+    """SIGKILL of the source of a large broadcast."""
+    rank, _ = here()
+    if rank == FAULTY:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ag.broadcast(torch.ones(LARGE), FAULTY)
+
+
 @scenario(expect="RankLate", faulty="RankLate")
 def stopped():
     """SIGSTOP of a rank, which comes back after the others gave up."""

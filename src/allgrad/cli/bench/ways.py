@@ -6,6 +6,8 @@
 | raw copies | a sum as the backend's all_to_all of copies, and then adding |
 | raw gather | broadcast, and back by the backend's gather, and then adding |
 | sends by hand | broadcast by sends from the source, and back by sends to it, all at once |
+| pairs by hand | blocks sent to every peer, all at once |
+| shares by hand | a sum or a broadcast in shares: each rank adds up, or passes on, one of them |
 | hub by hand | everything sent to one rank, which sends everyone what is theirs |
 | bare, bare hub, bare sends | such calls inside an autograd.Function with nothing else |
 | nn | torch.distributed.nn.functional |
@@ -25,6 +27,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.nn import functional as nn
 from torch.nn.functional import pad
 
+from allgrad.cli.bench import by_hand
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.collectives.all_to_all import all_to_all
@@ -147,63 +150,6 @@ def _raw_copies(x: Tensor) -> Tensor:
     return _raw_all_to_all(copies).sum(0)
 
 
-def _send_out(x: Tensor, rank: int) -> Tensor:
-    if rank:
-        out = torch.empty_like(x)
-        dist.recv(out, 0)
-        return out
-    works = [dist.isend(x, peer) for peer in range(1, dist.get_world_size())]
-    out = x.clone()
-    for work in works:
-        work.wait()  # type: ignore[union-attr]
-    return out
-
-
-def _send_back(g: Tensor, rank: int) -> Tensor:
-    if rank:
-        dist.send(g, 0)
-        return torch.zeros_like(g)
-    total, incoming = g.clone(), [torch.empty_like(g) for _ in range(dist.get_world_size() - 1)]
-    works = [dist.irecv(piece, peer) for peer, piece in enumerate(incoming, 1)]
-    for work, piece in zip(works, incoming, strict=True):
-        work.wait()  # type: ignore[union-attr]
-        total += piece
-    return total
-
-
-def _through_hub(x: Tensor, answers: Callable[[Tensor], Tensor], rank: int) -> Tensor:
-    """What everyone sends to rank 0, in rows, and what that answers to each."""
-    out = torch.empty_like(x)
-    if rank:
-        works = [dist.irecv(out, 0), dist.isend(x, 0)]
-        for work in works:
-            work.wait()  # type: ignore[union-attr]
-        return out
-    pieces = x.new_empty(dist.get_world_size(), *x.shape)
-    works = [dist.irecv(pieces[peer], peer) for peer in range(1, len(pieces))]
-    pieces[0].copy_(x)
-    for work in works:
-        work.wait()  # type: ignore[union-attr]
-    made = answers(pieces)
-    works = [dist.isend(made[peer], peer) for peer in range(1, len(pieces))]
-    out.copy_(made[0])
-    for work in works:
-        work.wait()  # type: ignore[union-attr]
-    return out
-
-
-def _summed_by_hub(x: Tensor, rank: int) -> Tensor:
-    return _through_hub(x, lambda pieces: pieces.sum(0).expand_as(pieces), rank)
-
-
-def _exchanged_by_hub(x: Tensor, rank: int) -> Tensor:
-    def by_receiver(pieces: Tensor) -> Tensor:
-        blocks = pieces.view(len(pieces), len(pieces), -1)
-        return blocks.transpose(0, 1).contiguous().view_as(pieces)
-
-    return _through_hub(x, by_receiver, rank)
-
-
 def _nn_reduce_scatter(x: Tensor) -> Tensor:
     parts = list(x.chunk(dist.get_world_size()))
     out: Tensor = nn.reduce_scatter(torch.empty_like(parts[0]), parts)
@@ -233,9 +179,14 @@ _EQUAL: dict[str, Callable[[int], dict[str, Way]]] = {
         "allgrad": _way(all_reduce),
         "raw": _way(_raw_all_reduce, _raw_all_reduce),
         "raw copies": _way(_raw_copies, _raw_copies),
-        "hub by hand": _way(partial(_summed_by_hub, rank=rank), partial(_summed_by_hub, rank=rank)),
+        "hub by hand": _way(
+            partial(by_hand.summed_by_hub, rank=rank), partial(by_hand.summed_by_hub, rank=rank)
+        ),
+        "shares by hand": _way(by_hand.summed_in_shares, by_hand.summed_in_shares),
         "bare": _bare(_raw_all_reduce, _raw_all_reduce),
-        "bare hub": _bare(partial(_summed_by_hub, rank=rank), partial(_summed_by_hub, rank=rank)),
+        "bare hub": _bare(
+            partial(by_hand.summed_by_hub, rank=rank), partial(by_hand.summed_by_hub, rank=rank)
+        ),
         "nn": _way(nn.all_reduce),
         "functional": _waited(functional.all_reduce, "sum"),
     },
@@ -243,16 +194,25 @@ _EQUAL: dict[str, Callable[[int], dict[str, Way]]] = {
         "allgrad": _way(broadcast),
         "raw": _way(partial(_raw_broadcast, rank=rank), partial(_raw_reduce, rank=rank)),
         "raw gather": _way(partial(_raw_broadcast, rank=rank), partial(_raw_gather, rank=rank)),
-        "sends by hand": _way(partial(_send_out, rank=rank), partial(_send_back, rank=rank)),
-        "bare sends": _bare(partial(_send_out, rank=rank), partial(_send_back, rank=rank)),
+        "sends by hand": _way(
+            partial(by_hand.sent_out, rank=rank), partial(by_hand.sent_back, rank=rank)
+        ),
+        "shares by hand": _way(
+            partial(by_hand.passed_on, rank=rank), partial(by_hand.passed_back, rank=rank)
+        ),
+        "bare sends": _bare(
+            partial(by_hand.sent_out, rank=rank), partial(by_hand.sent_back, rank=rank)
+        ),
         "nn": _way(lambda x: nn.broadcast(x, 0)),
     },
     "all_to_all": lambda rank: {
         "allgrad": _way(lambda x: all_to_all(x, send_sizes="equal")),
         "raw": _way(_raw_all_to_all, _raw_all_to_all),
         "hub by hand": _way(
-            partial(_exchanged_by_hub, rank=rank), partial(_exchanged_by_hub, rank=rank)
+            partial(by_hand.exchanged_by_hub, rank=rank),
+            partial(by_hand.exchanged_by_hub, rank=rank),
         ),
+        "pairs by hand": _way(by_hand.exchanged_in_pairs, by_hand.exchanged_in_pairs),
         "bare": _bare(_raw_all_to_all, _raw_all_to_all),
         "nn": _way(lambda x: nn.all_to_all_single(torch.empty_like(x), x)),
         "functional": _waited(functional.all_to_all_single_autograd, None, None),
