@@ -188,6 +188,6 @@ def test_nothing_is_kept_alive(rank):
                 break
             time.sleep(0.01)
         assert kept() is None
-        assert departures._LINE.waiting == 0
+        assert departures.LINE.waiting == 0
     finally:
         gc.enable()
