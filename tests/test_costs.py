@@ -108,10 +108,6 @@ def chunks(n):
     return math.ceil(n / peers.CHUNK)
 
 
-def exchange_up_to(ranks):
-    return plans.EXCHANGE_UP_TO if ranks > 2 else plans.TWO_EXCHANGE_UP_TO
-
-
 def shares(n, ranks):
     return [4 * count for count in even(n // 4, ranks)]
 
@@ -135,7 +131,7 @@ def reduce_scatter(n, r):
     world, others = len(n), sum(n) - n[r]
     if sum(n) <= plans.HUB_UP_TO and world > 2:
         return through_hub([sum(n)] * world, n, r)
-    if max(n) <= exchange_up_to(world):
+    if max(n) <= plans.EXCHANGE_UP_TO:
         return {"all_to_all_single": 1}, others, (world - 1) * n[r]
     return reduce_scatter_in_pairs(n, r)
 
@@ -203,7 +199,7 @@ def all_to_all(n, r):
     if len(n) * n[r] <= plans.HUB_UP_TO and len(n) > 2:
         return through_hub(n, n, r)
     others = n[r] // len(n) * (len(n) - 1)
-    if n[r] > len(n) * exchange_up_to(len(n)):
+    if n[r] > len(n) * plans.EXCHANGE_UP_TO:
         return peer_to_peer(len(n) - 1, len(n) - 1, others, others)
     return {"all_to_all_single": 1}, others, others
 

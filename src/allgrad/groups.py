@@ -117,7 +117,7 @@ def reference(group: GroupLike) -> weakref.ref[dist.ProcessGroup] | None:
 
     ``None`` too while calls are described, or traced: each is then looked at as it is.
     """
-    if _describing or torch.compiler.is_compiling():
+    if _describing or torch.compiler.is_dynamo_compiling():
         return None
     found = dist.group.WORLD if group is None else group
     return weakref.ref(found) if isinstance(found, dist.ProcessGroup) else None

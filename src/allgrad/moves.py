@@ -129,7 +129,7 @@ def reduce(group: Group, x: Tensor, dst: int) -> Tensor:
         return out if here else torch.zeros_like(x)
     n = x.numel()
     send = [n if rank == dst else 0 for rank in range(group.size)]
-    rows = all_to_all(group, x.view(-1), send, [n if here else 0] * group.size)
+    rows = _exchange_counted(group, x.view(-1), send, [n if here else 0] * group.size)
     if not here:
         return torch.zeros_like(x)
     return rows.view(group.size, *x.shape).sum(0, dtype=x.dtype)
@@ -138,22 +138,11 @@ def reduce(group: Group, x: Tensor, dst: int) -> Tensor:
 def all_to_all(
     group: Group, x: Tensor, send: Sequence[int], receive: Sequence[int], equal: bool = False
 ) -> Tensor:
-    if equal:
-        return _exchange_equal(group, x)
-    out = x.new_empty(_rows(sum(receive), x))
-    into, sent = out, x
-    if x.dtype not in _KNOWN_TO_BACKENDS:
-        into, sent = _moved(out), _moved(x)
-        width = _row_elements(x) * x.element_size()
-        send, receive = [n * width for n in send], [n * width for n in receive]
-    _call(group, "alltoall_base", _EXCHANGES, into, sent, receive, send)
-    return out
-
-
-def _exchange_equal(group: Group, x: Tensor) -> Tensor:
+    if not equal:
+        return _exchange_counted(group, x, send, receive)
     way = plans.all_to_all(group.backend(x.device), group.size, x.nbytes, on_host=x.is_cpu)
     if way == "backend":
-        return _equal_blocks(group, x)
+        return _exchange_equal(group, x)
     out = torch.empty_like(x)
     if way == "pairs":
         by_rank = group.size, x.numel() // group.size
@@ -169,11 +158,26 @@ def _exchange_equal(group: Group, x: Tensor) -> Tensor:
     return out.copy_(answers[peers.HUB])
 
 
-def _equal_blocks(group: Group, x: Tensor) -> Tensor:
-    """Equal blocks, by the backend: without counts, which take longer to hand over than all else."""
+def _exchange_counted(
+    group: Group, x: Tensor, send: Sequence[int], receive: Sequence[int]
+) -> Tensor:
+    out = x.new_empty(_rows(sum(receive), x))
+    into, sent = out, x
+    if x.dtype not in _KNOWN_TO_BACKENDS:
+        into, sent = _as_bytes(out), _as_bytes(x)
+        width = _row_elements(x) * x.element_size()
+        send, receive = [n * width for n in send], [n * width for n in receive]
+    _call(group, "alltoall_base", _EXCHANGES, into, sent, receive, send)
+    return out
+
+
+def _exchange_equal(group: Group, x: Tensor) -> Tensor:
+    """By the backend, without counts, which take longer to hand over than all else."""
     out = torch.empty_like(x)
-    sent = _moved(x)
-    _call(group, "alltoall_base", _EXCHANGES, _moved(out), sent, _NO_COUNTS, _NO_COUNTS)
+    into, sent = out, x
+    if x.dtype not in _KNOWN_TO_BACKENDS:
+        into, sent = _as_bytes(out), _as_bytes(x)
+    _call(group, "alltoall_base", _EXCHANGES, into, sent, _NO_COUNTS, _NO_COUNTS)
     return out
 
 
@@ -183,8 +187,8 @@ def all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
     if way == "copies":
         copies = torch.cat([x] * group.size)
         if len(set(counts)) == 1:
-            return _equal_blocks(group, copies)
-        return all_to_all(group, copies, [x.shape[0]] * group.size, counts)
+            return _exchange_equal(group, copies)
+        return _exchange_counted(group, copies, [x.shape[0]] * group.size, counts)
     out = x.new_empty(_rows(sum(counts), x))
     if way == "backend":
         call = partial(_GATHER, _moved(out), _moved(x), group=group.process_group)
@@ -234,7 +238,9 @@ def reduce_scatter(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
     if way == "exchange" or x.dtype not in _SUMMED_BY_BACKENDS:
         equal = len(set(counts)) == 1
         rows = (
-            _equal_blocks(group, x) if equal else all_to_all(group, x, counts, [own] * group.size)
+            _exchange_equal(group, x)
+            if equal
+            else _exchange_counted(group, x, counts, [own] * group.size)
         )
         return rows.view(group.size, *_rows(own, x)).sum(0, dtype=x.dtype)
     out = x.new_empty(_rows(own, x))
@@ -309,12 +315,13 @@ def _row_elements(x: Tensor) -> int:
 
 
 def _moved(x: Tensor) -> Tensor:
-    """What backends' collectives can move of ``x``.
+    """What backends' collectives can move of ``x``."""
+    return x if x.dtype in _KNOWN_TO_BACKENDS else _as_bytes(x)
 
-    Moving needs no arithmetic: as bytes every dtype travels on every backend, bit for bit
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """Moving needs no arithmetic: as bytes every dtype travels on every backend, bit for bit
     (test_every_dtype_travels).
     """
-    if x.dtype in _KNOWN_TO_BACKENDS:
-        return x
     # A single element counts as contiguous whatever its stride.
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

@@ -96,7 +96,10 @@ def swap(group: Group, x: Tensor) -> Tensor:
 def trade(group: Group, pieces: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
     """Send every rank its piece, and take a block from each; the own one is copied."""
     ahead, behind = _around(range(group.size), group.rank)
-    sent, into = [(pieces[rank], rank) for rank in ahead], [(blocks[rank], rank) for rank in behind]
+    sent, into = [], []
+    for to, source in zip(ahead, behind, strict=True):
+        sent.append((pieces[to], to))
+        into.append((blocks[source], source))
     works = _start(group, sent, into)
     blocks[group.rank].copy_(pieces[group.rank])
     _arrive(group, works)

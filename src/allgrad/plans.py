@@ -12,12 +12,12 @@ with 4 ranks on 2 cores and with a core for every rank:
 | all_reduce | up to 256 KiB, ``hub``: to one rank, which sends everyone the sum | ``shares``: each rank adds up one, and sends it to all |
 | all_reduce of two | a few elements, ``backend`` | ``swap``: each to the other, and each adds |
 | all_gather | up to 64 KiB in all, ``hub``, or ``copies`` between two: one all_to_all | ``pairs``: peer to peer, all at once |
-| reduce_scatter | up to 64 KiB in all, ``hub``; blocks up to 32 KiB, ``exchange``: one all_to_all, then add | ``pairs``, added as they come |
-| all_to_all, equal | up to 64 KiB in all, ``hub``; blocks up to 32 KiB, ``backend`` | ``pairs`` |
+| reduce_scatter | up to 64 KiB in all, ``hub``; blocks up to 128 KiB, ``exchange``: one all_to_all, then add | ``pairs``, added as they come |
+| all_to_all, equal | up to 64 KiB in all, ``hub``; blocks up to 128 KiB, ``backend`` | ``pairs`` |
 | broadcast | up to 4 MiB in all, ``sends``: to every peer at once | ``shares``: one to each peer, who pass them on |
 | reduce | up to 4 MiB in all, ``sends``: peer by peer, added as they come | ``shares``: each peer adds up one |
 
-Two ranks need no hub and no shares, and exchange blocks of up to 128 KiB.
+Two ranks need no hub and no shares.
 ``copies``, ``exchange`` and the hub take memory for all peers' pieces at once, what is added as it comes
 for 8 MiB of them. Gloo sends from peer to peer only what lies on the host; a GPU's tensors go by
 ``copies`` or ``broadcasts`` (one for each rank, into the result), ``exchange``, ``backend``, and ``gather``: all to
@@ -49,7 +49,7 @@ __all__ = [
 # Bytes: of one rank's piece, of one block between two ranks, or of all ranks together.
 COPIES_UP_TO = SUM_AT_HUB_UP_TO = 256 * 1024
 SWAP_FROM = 17
-EXCHANGE_UP_TO, TWO_EXCHANGE_UP_TO = 32 * 1024, 128 * 1024  # a block
+EXCHANGE_UP_TO = 128 * 1024  # a block
 HUB_UP_TO, SENDS_UP_TO = 64 * 1024, 4 * 1024 * 1024  # all together
 WAYS = {
     "all_gather": ("hub", "copies", "pairs", "broadcasts", "backend", "backend_list"),
@@ -101,10 +101,9 @@ def reduce_scatter(backend: str, counts: Sequence[int], row: int, *, on_host: bo
     if chosen := _chosen.get("reduce_scatter"):
         return chosen
     if backend == "gloo":
-        two = len(counts) == 2
-        if on_host and not two and sum(counts) * row <= HUB_UP_TO:
+        if on_host and len(counts) > 2 and sum(counts) * row <= HUB_UP_TO:
             return "hub"
-        small = max(counts) * row <= (TWO_EXCHANGE_UP_TO if two else EXCHANGE_UP_TO)
+        small = max(counts) * row <= EXCHANGE_UP_TO
         return "exchange" if small or not on_host else "pairs"
     if len(set(counts)) == 1:
         return "backend"
@@ -130,8 +129,7 @@ def all_to_all(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
         return "backend"
     if ranks > 2 and ranks * nbytes <= HUB_UP_TO:
         return "hub"
-    small = nbytes <= ranks * (EXCHANGE_UP_TO if ranks > 2 else TWO_EXCHANGE_UP_TO)
-    return "backend" if small else "pairs"
+    return "backend" if nbytes <= ranks * EXCHANGE_UP_TO else "pairs"
 
 
 def reduce(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from allgrad import wire
@@ -60,7 +61,10 @@ def all_to_all(
     """
     if isinstance(send_sizes, str) and recv_sizes is None:
         recv_sizes = send_sizes
-    given = ("all_to_all", x, group, dim, frozen(send_sizes), frozen(recv_sizes))
+    sizes: tuple[object, object] = send_sizes, recv_sizes
+    if not isinstance(recv_sizes, str):
+        sizes = frozen(send_sizes), frozen(recv_sizes)
+    given = ("all_to_all", x, group, dim, *sizes)
     known = None if async_op or recv_sizes is None else recall(*given)
     if known is not None:
         return apply(known, (x,))[0]  # type: ignore[arg-type, return-value]
@@ -109,17 +113,19 @@ def exchange_pair(ranks: Group, send: Cut, receive: Cut, *, equal: bool = False)
 
     ``equal`` tells that all blocks between all ranks have one size.
     """
-
-    def move(xs: Sequence[Tensor], out: Cut, into: Cut) -> list[Tensor]:
-        if out.by_rows(xs):  # asked once: of a small call, asking takes longer than all else
-            sizes = out.sizes[0], into.sizes[0]
-            return [wire.all_to_all(ranks, plain(xs[0]), *sizes, equal=equal)]
-        counts = out.counts(xs), into.counts(xs)
-        return into.join(wire.all_to_all(ranks, out.lay_out(xs), *counts, equal=equal), xs)
-
     return AdjointPair(
         "all_to_all",
         "all_to_all",
-        lambda xs: move(xs, send, receive),
-        lambda xs: move(xs, receive, send),
+        partial(_exchange, ranks, send, receive, equal),
+        partial(_exchange, ranks, receive, send, equal),
     )
+
+
+def _exchange(
+    ranks: Group, send: Cut, receive: Cut, equal: bool, xs: Sequence[Tensor]
+) -> list[Tensor]:
+    if send.by_rows(xs):  # asked once: of a small call, asking takes longer than all else
+        sizes = send.sizes[0], receive.sizes[0]
+        return [wire.all_to_all(ranks, plain(xs[0]), *sizes, equal=equal)]
+    counts = send.counts(xs), receive.counts(xs)
+    return receive.join(wire.all_to_all(ranks, send.lay_out(xs), *counts, equal=equal), xs)
