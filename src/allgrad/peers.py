@@ -201,8 +201,10 @@ def _add_from(
         into.append((place[: len(terms[chunk])] if chunk else place, source))
     works = _start(group, _in_chunks(sent) if sent else (), into[:ahead])
     coming, going = list(works[:ahead]), works[ahead:]
+    at_once = 1 if waiting.patient() else ahead  # whoever listens meanwhile pays for every wait
     for turn, (chunk, source) in enumerate(turns):
-        _arrive(group, coming[turn : turn + 1])
+        if turn % at_once == 0:
+            _arrive(group, coming[turn : turn + at_once])
         so_far = terms[chunk] if source == sources[0] else sums[chunk]
         torch.add(so_far, into[turn][0], out=sums[chunk])
         if turn + ahead < len(turns):

@@ -180,6 +180,8 @@ def wait_for_peers(group: Group, works: Sequence[Any]) -> None:
     if _LIMITS.used is None:
         _wait_until(until, works)
         return
+    if not works:
+        return
     done: Future[None] = Future()
 
     def wait_aside() -> None:

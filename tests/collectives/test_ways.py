@@ -96,13 +96,14 @@ LONG_SUMS = {
 
 
 @pytest.mark.ranks(3)
+@pytest.mark.parametrize("seconds", [None, 60], ids=["patiently", "within a deadline"])
 @pytest.mark.parametrize("name", LONG_SUMS)
-def test_long_sums_come_in_chunks(rank, world, name):
+def test_long_sums_come_in_chunks(rank, world, name, seconds):
     xs = [(torch.arange(LONG) % (17 + r)).float() for r in range(world)]
     assert xs[0].nbytes / world > peers.AHEAD / (world - 1) > peers.CHUNK
     operation, way, *_ = name.split(", ")
     before = xs[rank].clone()
-    with plans.using(**{operation: way}):
+    with plans.using(**{operation: way}), ag.deadline(seconds):
         got = LONG_SUMS[name](xs[rank])
     same(xs[rank], before, "what was passed")
     want = sum(xs)
