@@ -120,7 +120,7 @@ def reduce(group: Group, x: Tensor, dst: int) -> Tensor:
     if way == "sends":
         return peers.bring(group, x, dst)
     if way == "shares":
-        return peers.pass_on(group, x, dst)
+        return peers.bring_shares(group, x, dst)
     here = group.rank == dst
     if way == "backend" and x.dtype in _SUMMED_BY_BACKENDS:
         out = x.clone()

@@ -42,8 +42,8 @@ __all__ = [
     "answer",
     "ask",
     "bring",
+    "bring_shares",
     "hear",
-    "pass_on",
     "send_out",
     "share_out",
     "swap",
@@ -145,7 +145,7 @@ def bring(group: Group, x: Tensor, dst: int) -> Tensor:
     return zeros
 
 
-def pass_on(group: Group, x: Tensor, dst: int) -> Tensor:
+def bring_shares(group: Group, x: Tensor, dst: int) -> Tensor:
     """The same in shares: the others add up one each, and send that to ``dst``, which adds its own."""
     others = _others(group.size, dst)
     if group.rank == dst:
@@ -239,10 +239,10 @@ def _others(ranks: int, rank: int) -> tuple[int, ...]:
 
 
 @lru_cache
-def _around(ranks: Sequence[int], rank: int) -> tuple[list[int], list[int]]:
+def _around(ranks: Sequence[int], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """All others of these: the next ones first, and the ones before first."""
     at = ranks.index(rank)
-    ahead = [*ranks[at + 1 :], *ranks[:at]]
+    ahead = (*ranks[at + 1 :], *ranks[:at])
     return ahead, ahead[::-1]
 
 

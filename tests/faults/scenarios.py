@@ -319,7 +319,7 @@ def killed_in_backward():
     y.sum().backward()
 
 
-LARGE = 1 << 21  # elements: every rank has a share of the work, and some wait only for others
+LARGE = 1 << 21  # elements: every rank has a share of the work
 
 
 @scenario(world=4, expect="RankLost", faulty="killed")
