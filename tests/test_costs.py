@@ -143,12 +143,8 @@ def reduce_scatter_in_pairs(n, r):
 
 
 def all_reduce(n, r):
-    if len(n) == 2 and n[r] >= plans.SWAP_FROM:
-        return peer_to_peer(1, 1, n[r], n[r])
-    if len(n) > 2 and n[r] <= plans.SUM_AT_HUB_UP_TO:
+    if n[r] <= (plans.SUM_AT_HUB_UP_TO if len(n) > 2 else plans.SUM_OF_TWO_UP_TO):
         return through_hub(n, n, r)
-    if len(n) == 2:
-        return {"all_reduce": 1}, n[r], n[r]
     share = shares(n[r], len(n))
     there, back = reduce_scatter_in_pairs(share, r), all_gather_in_pairs(share, r)
     return Counter(there[0]) + Counter(back[0]), there[1] + back[1], there[2] + back[2]
@@ -304,7 +300,7 @@ def test_sizes_reach_every_way():
     assert ways == {
         "all_gather": {"hub", "copies", "pairs"},
         "reduce_scatter": {"hub", "exchange", "pairs"},
-        "all_reduce": {"swap", "hub", "shares"},
+        "all_reduce": {"hub", "shares"},
         "all_to_all": {"hub", "backend", "pairs"},
         "broadcast": {"sends", "shares"},
         "reduce": {"sends", "shares"},

@@ -76,11 +76,11 @@ def all_reduce(group: Group, x: Tensor, scratch: bool = False) -> Tensor:
         counts = even(x.numel(), group.size)
         own = reduce_scatter(group, x.view(-1), counts)
         return all_gather(group, own, counts).view(x.shape)
-    if way == "swap":
-        return peers.swap(group, x)
     if way == "shares":
         return peers.add_up(group, x, x if scratch else torch.empty_like(x))
     if way == "hub":
+        if group.size == 2:
+            return peers.meet(group, x)
         if group.rank != peers.HUB:
             return peers.ask(group, x, torch.empty_like(x))
         pieces = x.new_empty((group.size, *x.shape))

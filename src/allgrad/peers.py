@@ -44,9 +44,9 @@ __all__ = [
     "bring",
     "bring_shares",
     "hear",
+    "meet",
     "send_out",
     "share_out",
-    "swap",
     "trade",
 ]
 
@@ -75,22 +75,19 @@ def answer(group: Group, out: Sequence[Tensor]) -> None:
     _arrive(group, _start(group, [(out[rank], rank) for rank in range(1, group.size)], ()))
 
 
-def swap(group: Group, x: Tensor) -> Tensor:
-    """Send ``x`` to everybody, and add everybody's in the order of ranks: the same bits on each."""
-    pieces, sent, into = [], [], []
-    for rank in range(group.size):
-        piece = x
-        if rank != group.rank:
-            piece = torch.empty_like(x)
-            sent.append((x, rank))
-            into.append((piece, rank))
-        pieces.append(piece)
-    _arrive(group, _start(group, sent, into))
-    total = into[0][0]
-    torch.add(pieces[0], pieces[1], out=total)  # one of the two is the total itself
-    for piece in pieces[2:]:
-        total += piece
-    return total
+def meet(group: Group, x: Tensor) -> Tensor:
+    """The sum of two ranks, on both: one of them adds, and sends it back.
+
+    When both send at once Gloo's thread spins: it waits for a connection that the caller is using
+    by asking again. In turns they take half of the processor's time, and no longer.
+    """
+    out = torch.empty_like(x)
+    if group.rank != HUB:
+        return ask(group, x, out)
+    _arrive(group, _start(group, (), [(out, 1)]))
+    torch.add(x, out, out=out)
+    answer(group, (x, out))
+    return out
 
 
 def trade(group: Group, pieces: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:

@@ -9,15 +9,14 @@ with 4 ranks on 2 cores and with a core for every rank:
 
 | to do | small | larger |
 |---|---|---|
-| all_reduce | up to 256 KiB, ``hub``: to one rank, which sends everyone the sum | ``shares``: each rank adds up one, and sends it to all |
-| all_reduce of two | a few elements, ``backend`` | ``swap``: each to the other, and each adds |
+| all_reduce | up to 256 KiB, of two ranks 4 MiB, ``hub``: to one rank, which sends everyone the sum | ``shares``: each rank adds up one, and sends it to all |
 | all_gather | up to 64 KiB in all, ``hub``, or ``copies`` between two: one all_to_all | ``pairs``: peer to peer, all at once |
 | reduce_scatter | up to 64 KiB in all, ``hub``; blocks up to 128 KiB, ``exchange``: one all_to_all, then add | ``pairs``, added as they come |
 | all_to_all, equal | up to 64 KiB in all, ``hub``; blocks up to 128 KiB, ``backend`` | ``pairs`` |
 | broadcast | up to 4 MiB in all, ``sends``: to every peer at once | ``shares``: one to each peer, who pass them on |
 | reduce | up to 4 MiB in all, ``sends``: peer by peer, added as they come | ``shares``: each peer adds up one |
 
-Two ranks need no hub and no shares.
+Of two ranks nothing else goes by a hub, and no broadcast in shares.
 ``copies``, ``exchange`` and the hub take memory for all peers' pieces at once, what is added as it comes
 for 8 MiB of them. Gloo sends from peer to peer only what lies on the host; a GPU's tensors go by
 ``copies`` or ``broadcasts`` (one for each rank, into the result), ``exchange``, ``backend``, and ``gather``: all to
@@ -48,13 +47,13 @@ __all__ = [
 
 # Bytes: of one rank's piece, of one block between two ranks, or of all ranks together.
 COPIES_UP_TO = SUM_AT_HUB_UP_TO = 256 * 1024
-SWAP_FROM = 17
 EXCHANGE_UP_TO = 128 * 1024  # a block
+SUM_OF_TWO_UP_TO = 4 * 1024 * 1024
 HUB_UP_TO, SENDS_UP_TO = 64 * 1024, 4 * 1024 * 1024  # all together
 WAYS = {
     "all_gather": ("hub", "copies", "pairs", "broadcasts", "backend", "backend_list"),
     "reduce_scatter": ("hub", "exchange", "pairs", "backend", "backend_list"),
-    "all_reduce": ("swap", "hub", "shares", "backend"),
+    "all_reduce": ("hub", "shares", "backend"),
     "all_to_all": ("hub", "pairs", "backend"),
     "reduce": ("sends", "shares", "gather", "backend"),
     "broadcast": ("sends", "shares", "backend"),
@@ -111,14 +110,13 @@ def reduce_scatter(backend: str, counts: Sequence[int], row: int, *, on_host: bo
 
 
 def all_reduce(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
-    """``swap`` | ``hub`` | ``shares`` | ``backend``."""
+    """``hub`` | ``shares`` | ``backend``."""
     if chosen := _chosen.get("all_reduce"):
         return chosen
     if backend != "gloo" or not on_host:
         return "backend"
-    if ranks == 2:
-        return "swap" if nbytes >= SWAP_FROM else "backend"
-    return "hub" if nbytes <= SUM_AT_HUB_UP_TO else "shares"
+    small = SUM_OF_TWO_UP_TO if ranks == 2 else SUM_AT_HUB_UP_TO
+    return "hub" if nbytes <= small else "shares"
 
 
 def all_to_all(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:

@@ -44,6 +44,8 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
         torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # noqa: SLF001
     )
     if stop or not (xs[0].is_floating_point() or _differentiable(xs)):
+        if not stop and not transformed:
+            return _plain(pair, xs)
         with torch.no_grad():
             return _run(_Constant, pair, xs) if transformed else _plain(pair, xs)
     if _order is not None and torch.is_grad_enabled():
