@@ -192,12 +192,10 @@ def shift_back(n, r):
 
 def all_to_all(n, r):
     """Every rank cuts a piece of ``n[r]`` rows for each other; here all have the same."""
-    if len(n) * n[r] <= plans.HUB_UP_TO and len(n) > 2:
-        return through_hub(n, n, r)
     others = n[r] // len(n) * (len(n) - 1)
-    if n[r] > len(n) * plans.EXCHANGE_UP_TO:
+    if len(n) * n[r] > plans.HUB_UP_TO:
         return peer_to_peer(len(n) - 1, len(n) - 1, others, others)
-    return {"all_to_all_single": 1}, others, others
+    return through_hub(n, n, r) if len(n) > 2 else ({"all_to_all_single": 1}, others, others)
 
 
 def scan(n, r):
@@ -301,7 +299,7 @@ def test_sizes_reach_every_way():
         "all_gather": {"hub", "copies", "pairs"},
         "reduce_scatter": {"hub", "exchange", "pairs"},
         "all_reduce": {"hub", "shares"},
-        "all_to_all": {"hub", "backend", "pairs"},
+        "all_to_all": {"hub", "turns", "backend", "pairs"},
         "broadcast": {"sends", "shares"},
         "reduce": {"sends", "shares"},
     }

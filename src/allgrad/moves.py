@@ -144,9 +144,10 @@ def all_to_all(
     if way == "backend":
         return _exchange_equal(group, x)
     out = torch.empty_like(x)
-    if way == "pairs":
+    if way != "hub":
         by_rank = group.size, x.numel() // group.size
-        peers.trade(group, x.view(by_rank).unbind(), out.view(by_rank).unbind())
+        exchange = peers.take_turns if way == "turns" else peers.trade
+        exchange(group, x.view(by_rank).unbind(), out.view(by_rank).unbind())
         return out
     if group.rank != peers.HUB:
         return peers.ask(group, x, out)

@@ -47,6 +47,7 @@ __all__ = [
     "meet",
     "send_out",
     "share_out",
+    "take_turns",
     "trade",
 ]
 
@@ -78,8 +79,8 @@ def answer(group: Group, out: Sequence[Tensor]) -> None:
 def meet(group: Group, x: Tensor) -> Tensor:
     """The sum of two ranks, on both: one of them adds, and sends it back.
 
-    When both send at once Gloo's thread spins: it waits for a connection that the caller is using
-    by asking again. In turns they take half of the processor's time, and no longer.
+    While both send at once Gloo's thread spins: it waits for a connection that the caller is using
+    by asking again and again. In turns they take half of the processor's time, and no longer.
     """
     out = torch.empty_like(x)
     if group.rank != HUB:
@@ -100,6 +101,18 @@ def trade(group: Group, pieces: Sequence[Tensor], blocks: Sequence[Tensor]) -> N
     works = _start(group, sent, into)
     blocks[group.rank].copy_(pieces[group.rank])
     _arrive(group, works)
+
+
+def take_turns(group: Group, pieces: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
+    """The same in turns: a rank sends to those below it, and to those above once it has theirs."""
+    below, above = range(group.rank), range(group.rank + 1, group.size)
+    from_above = _start(group, (), [(blocks[rank], rank) for rank in above])
+    from_below = _start(group, (), [(blocks[rank], rank) for rank in below])
+    going = _start(group, [(pieces[rank], rank) for rank in below], ())
+    blocks[group.rank].copy_(pieces[group.rank])
+    _arrive(group, from_above)
+    going = [*going, *_start(group, [(pieces[rank], rank) for rank in above], ())]
+    _arrive(group, [*from_below, *going])
 
 
 def send_out(group: Group, x: Tensor, src: int) -> Tensor:

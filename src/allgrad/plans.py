@@ -12,7 +12,7 @@ with 4 ranks on 2 cores and with a core for every rank:
 | all_reduce | up to 256 KiB, of two ranks 4 MiB, ``hub``: to one rank, which sends everyone the sum | ``shares``: each rank adds up one, and sends it to all |
 | all_gather | up to 64 KiB in all, ``hub``, or ``copies`` between two: one all_to_all | ``pairs``: peer to peer, all at once |
 | reduce_scatter | up to 64 KiB in all, ``hub``; blocks up to 128 KiB, ``exchange``: one all_to_all, then add | ``pairs``, added as they come |
-| all_to_all, equal | up to 64 KiB in all, ``hub``; blocks up to 128 KiB, ``backend`` | ``pairs`` |
+| all_to_all, equal | up to 64 KiB in all, ``hub``, or ``backend`` between two; blocks up to 128 KiB, ``turns``: to lower ranks, then to higher | ``pairs`` |
 | broadcast | up to 4 MiB in all, ``sends``: to every peer at once | ``shares``: one to each peer, who pass them on |
 | reduce | up to 4 MiB in all, ``sends``: peer by peer, added as they come | ``shares``: each peer adds up one |
 
@@ -54,7 +54,7 @@ WAYS = {
     "all_gather": ("hub", "copies", "pairs", "broadcasts", "backend", "backend_list"),
     "reduce_scatter": ("hub", "exchange", "pairs", "backend", "backend_list"),
     "all_reduce": ("hub", "shares", "backend"),
-    "all_to_all": ("hub", "pairs", "backend"),
+    "all_to_all": ("hub", "turns", "pairs", "backend"),
     "reduce": ("sends", "shares", "gather", "backend"),
     "broadcast": ("sends", "shares", "backend"),
 }
@@ -120,14 +120,14 @@ def all_reduce(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
 
 
 def all_to_all(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
-    """``hub`` | ``pairs`` | ``backend``, for blocks of one size between all ranks, known to be so."""
+    """``hub`` | ``turns`` | ``pairs`` | ``backend``, for blocks of one size between all ranks, known to be so."""
     if chosen := _chosen.get("all_to_all"):
         return chosen
     if backend != "gloo" or not on_host:
         return "backend"
-    if ranks > 2 and ranks * nbytes <= HUB_UP_TO:
-        return "hub"
-    return "backend" if nbytes <= ranks * EXCHANGE_UP_TO else "pairs"
+    if ranks * nbytes <= HUB_UP_TO:
+        return "hub" if ranks > 2 else "backend"
+    return "turns" if nbytes <= ranks * EXCHANGE_UP_TO else "pairs"
 
 
 def reduce(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:

@@ -350,6 +350,17 @@ def killed_source():
     ag.broadcast(torch.ones(LARGE), FAULTY)
 
 
+@scenario(world=4, expect="RankLost", faulty="killed")
+def killed_in_an_exchange():
+    """SIGKILL of a rank in an all_to_all in turns."""
+    rank, world = here()
+    x = torch.ones(world, 1 << 14)
+    ag.all_to_all(x, send_sizes="equal")
+    if rank == FAULTY:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ag.all_to_all(x, send_sizes="equal")
+
+
 @scenario(expect="RankLate", faulty="RankLate")
 def stopped():
     """SIGSTOP of a rank, which comes back after the others gave up."""
