@@ -51,9 +51,5 @@ def test_bits_are_the_same_from_run_to_run_and_on_every_rank(op, plan, rows):
                 assert torch.equal(other_g, g)
             if op in {"all_gather", "all_reduce", "broadcast"}:
                 assert torch.equal(y, first[0][0][0])
-            if op in {
-                "all_reduce",
-                "reduce_scatter",
-                "reduce",
-            }:  # their gradients are for all alike
+            if op in {"all_reduce", "reduce_scatter", "reduce"}:  # gradients for all alike
                 assert torch.equal(g, first[0][0][1])
