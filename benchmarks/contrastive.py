@@ -249,9 +249,9 @@ def accuracy(ways: dict[str, Callable[..., Tensor]], width: int, count: int = 81
 
 def kernels(pairs: int, widths: list[int]) -> None:
     """A panel of each kernel in each shape, against the product in it; the first run compiles."""
-    from allgrad.losses.cuda_tiles import CudaTiles, Shape
-    from allgrad.losses.score_kernels import sums_tile
-    from allgrad.losses.tiles import Weights
+    from allgrad.losses._tiles.kernels import sums_tile
+    from allgrad.losses._tiles.torch import Weights
+    from allgrad.losses._tiles.triton import CudaTiles, Shape
 
     rate = flops_per_ms()
     print(f"{torch.cuda.get_device_name()}, bfloat16, matrix product {rate / 1e9:.0f} TFLOP/s")

@@ -1,6 +1,6 @@
 """Counting the wire's calls."""
 
-from allgrad import wire
+from allgrad._wire import primitives as wire
 
 WIRE_CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
 

@@ -7,60 +7,14 @@ import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "allgrad"
 
-# From the bottom up; a module may import what stands on a lower line, or beside it in its layer
-# where the layer is marked so.
-LAYERS = [
-    ["errors"],
-    [
-        "departures",
-        "ragged",
-        "reductions",
-        "containers",
-        "container_kinds",
-        "call_arguments",
-        "journal",
-    ],
-    ["plans", "graph_wire", "groups"],
-    ["waiting"],
-    ["peers"],
-    ["moves"],
-    ["wire", "world"],
-    ["agreement"],
-    ["checking"],
-    ["adjoint_pair", "device_pairs"],
-    ["transforms"],
-    ["backward_order"],
-    ["flights"],
-    ["lockstep"],
-    ["collectives"],
-    ["devices"],
-    ["module_state", "losses"],
-    ["compat"],
-    ["testing", "report"],
-    ["demo"],
-    ["cli"],
-    ["__main__"],
-]
-BESIDE = {
-    "containers",
-    "container_kinds",
-    "call_arguments",
-    "wire",
-    "collectives",
-    "testing",
-    "cli",
-}
-NEVER = {
-    # The calculus never sees the wire.
-    "adjoint_pair": {"wire", "moves", "peers", "world", "agreement", "plans"},
-    "transforms": {"wire", "moves", "peers", "world", "agreement", "plans"},
-    "backward_order": {"wire", "moves", "peers", "world", "agreement", "plans"},
-    "flights": {"wire", "moves", "peers", "world", "agreement", "plans"},
-}
-
-
-def level(name):
-    return next(i for i, layer in enumerate(LAYERS) if name in layer)
+# From the bottom up: a package imports itself and the packages above its own line.
+PACKAGES = (
+    *("errors", "containers", "_core", "_wire", "_autograd", "collectives", "devices"),
+    *("module_state", "losses", "compat", "testing", "cli", "__main__"),
+)
+# Differentiation knows nothing of how bytes move; only lockstep tells other ranks of an error.
+CALCULUS = {"adjoint_pair.py", "transforms.py", "backward_order.py", "async_calls.py"}
+BASELINES = {"cli/bench/baselines.py", "cli/bench/by_hand.py"}
 
 
 def imported(path):
@@ -81,16 +35,11 @@ FILES = sorted(p for p in SRC.rglob("*.py") if p != SRC / "__init__.py")
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
 def test_imports_point_down(path):
     own = path.relative_to(SRC).parts[0].removesuffix(".py")
-    known = {name for layer in LAYERS for name in layer}
-    assert own in known, f"{own} has no place in the house"
+    assert own in PACKAGES, f"{own} has no place in the house"
     for name in imported(path):
-        if name not in known:  # a public name of allgrad itself
-            assert level(own) > level("collectives"), f"{path} imports {name} from the top"
-            continue
-        assert name not in NEVER.get(own, set()), f"{own} must not know {name}"
-        below = level(name) < level(own)
-        beside = name == own or (level(name) == level(own) and {name, own} <= BESIDE)
-        assert below or beside, f"{own} imports {name}, which stands above it"
+        assert name in PACKAGES, f"{path} imports {name} from the top of the package"
+        assert PACKAGES.index(name) <= PACKAGES.index(own), f"{own} imports {name} above it"
+        assert not (name == "_wire" and own == "_autograd" and path.name in CALCULUS)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
@@ -101,10 +50,18 @@ def test_only_the_wire_talks_to_torch_distributed(path):
             names.append(node.module or "")
         elif isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-    users = {"groups.py", "moves.py", "world.py", "cli/bench/ways.py", "cli/bench/by_hand.py"}
-    assert path.relative_to(SRC).as_posix() in users or not any(
-        n.startswith("torch.distributed") for n in names
+    inside = path.relative_to(SRC).as_posix()
+    assert (
+        inside.startswith("_wire/")
+        or inside in BASELINES
+        or not any(n.startswith("torch.distributed") for n in names)
     )
+
+
+@pytest.mark.parametrize("package", [p.parent for p in FILES if p.name == "__init__.py"])
+def test_a_package_says_what_it_holds_and_may_import(package):
+    text = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+    assert 2 <= len(text.splitlines()) <= 4, f"{package}: say what it holds, and what it may import"
 
 
 def test_files_stay_small():

@@ -1,6 +1,8 @@
 """Collectives with exact gradients for PyTorch."""
 
-from allgrad.checking import checked
+from allgrad._autograd.lockstep import lockstep
+from allgrad._wire.consistency import checked
+from allgrad._wire.deadline import deadline
 from allgrad.collectives.all_gather import all_gather, reduce_scatter, sizes, split
 from allgrad.collectives.all_reduce import all_reduce, share
 from allgrad.collectives.all_to_all import all_to_all
@@ -8,8 +10,6 @@ from allgrad.collectives.broadcast import broadcast, reduce
 from allgrad.collectives.gather import gather, scatter
 from allgrad.collectives.permute import permute, shift
 from allgrad.collectives.scan import scan
-from allgrad.lockstep import lockstep
-from allgrad.waiting import deadline
 
 __version__ = "0.1.0"
 

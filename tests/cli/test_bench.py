@@ -8,7 +8,8 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from allgrad.cli.bench import command, ranks, run, show, ways
+from allgrad.cli.bench import baselines as ways
+from allgrad.cli.bench import command, ranks, run, show
 from allgrad.cli.bench.cases import Case, brought, cases, wanted
 from allgrad.cli.bench.ranks import Timed, Weighed
 from allgrad.cli.bench.run import Measured, Spread, Summary

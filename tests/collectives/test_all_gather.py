@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import allgrad as ag
 import reference
-from allgrad.ragged import even
+from allgrad._core.partition import even
 from exactness import (
     SIZES,
     check_exact,

@@ -6,7 +6,7 @@ import torch
 import allgrad as ag
 import allgrad.errors
 import reference
-from allgrad.reductions import REDUCTIONS, find
+from allgrad._core.reductions import REDUCTIONS, find
 
 DTYPES = (
     *(torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.int32, torch.int16),

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import allgrad as ag
-from allgrad import plans
+from allgrad._wire import algorithms as plans
 from allgrad.testing import run_ranks
 
 

@@ -15,7 +15,7 @@ from torch import func
 from torch._dynamo.backends.common import aot_autograd
 
 import allgrad as ag
-from allgrad import graph_wire
+from allgrad._wire import graph_ops as graph_wire
 from calls import CALLS, ON_THREE_RANKS, Place
 from differentiation import Through
 from exactness import leaf, random, same

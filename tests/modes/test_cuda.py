@@ -5,7 +5,9 @@ import torch
 import torch.distributed as dist
 
 import allgrad as ag
-from allgrad import moves, plans, wire
+from allgrad._wire import algorithms as plans
+from allgrad._wire import eager as moves
+from allgrad._wire import primitives as wire
 from calls import CALLS, Place
 from differentiation import MODES, RANK, WANTED, Through
 from exactness import grads, leaf, loss, random, same

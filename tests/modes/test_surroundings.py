@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import allgrad as ag
-from allgrad import wire
+from allgrad._wire import primitives as wire
 from allgrad.errors import ModeError
 from calls import CALLS, Place
 from counting import WIRE_CALLS, Counted

@@ -8,10 +8,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import allgrad as ag
-from allgrad import wire
+from allgrad._wire import primitives as wire
 from allgrad.errors import AllgradError, InputError, TensorError
 from allgrad.module_state import StateMismatch, compare, verify
-from allgrad.module_state.differences import read
+from allgrad.module_state._differences import read
 
 
 def found(state, **kwargs):
@@ -91,7 +91,7 @@ def test_strides_do_not_count(rank):
 
 @pytest.mark.ranks(3)
 def test_every_dtype_is_compared(rank):
-    from allgrad.agreement import DTYPES
+    from allgrad._wire.handshake import DTYPES
 
     raw = torch.arange(16, dtype=torch.uint8) % 2
     state = {str(d): raw.roll(int(rank == 1)).view(d) for d in DTYPES}

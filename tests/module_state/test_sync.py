@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import allgrad as ag
-from allgrad import wire
+from allgrad._wire import primitives as wire
 from allgrad.errors import GroupError, InputError, TensorError
 from allgrad.module_state import StateMismatch, sync
 

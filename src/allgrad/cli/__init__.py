@@ -1,1 +1,4 @@
-"""The command ``allgrad``."""
+"""The command ``allgrad``: demo and bench.
+
+Imports everything below; needs ``allgrad[cli,testing]``.
+"""

@@ -62,9 +62,9 @@ def demo(
     The ranks hold unequal batches; it fails if any parameter differs by more than 1e-8.
     """
     try:  # here, because matplotlib takes a second that other commands need not wait
-        from allgrad.cli import demo as demo_command
-        from allgrad.demo.training import Course
-        from allgrad.demo.worlds import torchruns_world
+        from allgrad.cli.demo import command as demo_command
+        from allgrad.cli.demo.training import Course
+        from allgrad.cli.demo.worlds import torchruns_world
     except ModuleNotFoundError as error:
         sys.exit(f"{error}. The demo needs its extras: pip install 'allgrad[cli,testing]'")
     try:

@@ -1,1 +1,4 @@
-"""One file per adjoint pair."""
+"""One file for each adjoint pair of collectives, and what they share.
+
+Imports ``_autograd``, ``_wire``, ``_core``, ``containers`` and ``errors``.
+"""

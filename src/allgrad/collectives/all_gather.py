@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from allgrad import graph_wire, reductions, wire
-from allgrad.adjoint_pair import AdjointPair
-from allgrad.collectives.all_to_all import exchange_pair
-from allgrad.collectives.arguments import (
+from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._autograd.transforms import apply
+from allgrad._core import reductions
+from allgrad._core.partition import Cut, apart, plain, together
+from allgrad._wire import graph_ops as graph_wire
+from allgrad._wire import primitives as wire
+from allgrad.collectives._inputs import (
     Grad,
     Nest,
     Sizes,
@@ -24,17 +27,16 @@ from allgrad.collectives.arguments import (
     take,
     way_to_run,
 )
-from allgrad.collectives.repeated import frozen, recall, remember
+from allgrad.collectives._pair_cache import frozen, recall, remember
+from allgrad.collectives.all_to_all import exchange_pair
 from allgrad.errors import InputError
-from allgrad.ragged import Cut, apart, plain, together
-from allgrad.transforms import apply
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from allgrad.wire import Group, GroupLike
+    from allgrad._wire.primitives import Group, GroupLike
 
 __all__ = [
     "all_gather",

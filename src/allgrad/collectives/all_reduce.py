@@ -5,20 +5,22 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from allgrad import graph_wire, reductions, wire
-from allgrad.adjoint_pair import AdjointPair
+from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._autograd.transforms import apply
+from allgrad._core import reductions
+from allgrad._core.partition import Cut, apart_like, even, together, whole
+from allgrad._wire import graph_ops as graph_wire
+from allgrad._wire import primitives as wire
+from allgrad.collectives._inputs import Grad, Nest, check_grad, shapes, take, way_to_run
+from allgrad.collectives._pair_cache import recall, remember
 from allgrad.collectives.all_gather import gather_pair, once_pair, reduce_pieces
-from allgrad.collectives.arguments import Grad, Nest, check_grad, shapes, take, way_to_run
-from allgrad.collectives.repeated import recall, remember
-from allgrad.ragged import Cut, apart_like, even, together, whole
-from allgrad.transforms import apply
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from allgrad.wire import Group, GroupLike
+    from allgrad._wire.primitives import Group, GroupLike
 
 __all__ = ["all_reduce", "share"]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from allgrad import wire
-from allgrad.adjoint_pair import AdjointPair
-from allgrad.collectives.arguments import (
+from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._autograd.transforms import apply
+from allgrad._core.partition import Cut, plain
+from allgrad._wire import primitives as wire
+from allgrad.collectives._inputs import (
     Nest,
     Sizes,
     Taken,
@@ -21,17 +23,15 @@ from allgrad.collectives.arguments import (
     take,
     way_to_run,
 )
-from allgrad.collectives.repeated import frozen, recall, remember
+from allgrad.collectives._pair_cache import frozen, recall, remember
 from allgrad.errors import InputError
-from allgrad.ragged import Cut, plain
-from allgrad.transforms import apply
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from allgrad.wire import Group, GroupLike
+    from allgrad._wire.primitives import Group, GroupLike
 
 __all__ = ["all_to_all", "exchange_pair"]
 

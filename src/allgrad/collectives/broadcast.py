@@ -6,9 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allgrad import graph_wire, reductions, wire
-from allgrad.adjoint_pair import AdjointPair
-from allgrad.collectives.arguments import (
+from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._autograd.transforms import apply
+from allgrad._core import reductions
+from allgrad._core.partition import Cut, apart_like, together, whole
+from allgrad._wire import graph_ops as graph_wire
+from allgrad._wire import primitives as wire
+from allgrad.collectives._inputs import (
     Grad,
     Nest,
     check_grad,
@@ -17,17 +21,15 @@ from allgrad.collectives.arguments import (
     take,
     way_to_run,
 )
+from allgrad.collectives._pair_cache import recall, remember
 from allgrad.collectives.gather import to_one_pair
-from allgrad.collectives.repeated import recall, remember
-from allgrad.ragged import Cut, apart_like, together, whole
-from allgrad.transforms import apply
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from allgrad.wire import Group, GroupLike
+    from allgrad._wire.primitives import Group, GroupLike
 
 __all__ = ["broadcast", "reduce"]
 

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allgrad import wire
-from allgrad.adjoint_pair import AdjointPair
-from allgrad.collectives.arguments import (
+from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._core.partition import Cut, apart
+from allgrad._wire import primitives as wire
+from allgrad.collectives._inputs import (
     Nest,
     Sizes,
     Taken,
@@ -26,15 +27,14 @@ from allgrad.collectives.arguments import (
     way_to_run,
 )
 from allgrad.errors import InputError, TensorError, rank_table
-from allgrad.ragged import Cut, apart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from allgrad.agreement import Announcement, Brought
-    from allgrad.wire import Group, GroupLike
+    from allgrad._wire.handshake import Announcement, Brought
+    from allgrad._wire.primitives import Group, GroupLike
 
 __all__ = ["gather", "scatter", "to_one_pair"]
 

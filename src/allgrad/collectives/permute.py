@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from allgrad import wire
-from allgrad.adjoint_pair import AdjointPair
-from allgrad.collectives.arguments import Nest, Sizes, check_rank, own_pieces, shapes, way_to_run
+from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._core.partition import Cut, apart, zeros
+from allgrad._wire import primitives as wire
+from allgrad.collectives._inputs import Nest, Sizes, check_rank, own_pieces, shapes, way_to_run
 from allgrad.errors import GroupError, InputError
-from allgrad.ragged import Cut, apart, zeros
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
-    from allgrad.wire import Group, GroupLike
+    from allgrad._wire.primitives import Group, GroupLike
 
 __all__ = ["permute", "permute_pair", "shift"]
 

@@ -6,20 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allgrad import reductions, wire
-from allgrad.adjoint_pair import AdjointPair
+from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._autograd.transforms import apply
+from allgrad._core import reductions
+from allgrad._core.partition import Cut, apart_like, together, zeros
+from allgrad._wire import primitives as wire
+from allgrad.collectives._inputs import Nest, shapes, take, way_to_run
 from allgrad.collectives.all_gather import gather_pair
-from allgrad.collectives.arguments import Nest, shapes, take, way_to_run
 from allgrad.errors import ReductionError
-from allgrad.ragged import Cut, apart_like, together, zeros
-from allgrad.transforms import apply
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from allgrad.wire import Group, GroupLike
+    from allgrad._wire.primitives import Group, GroupLike
 
 __all__ = ["scan"]
 

@@ -1,1 +1,4 @@
-"""Drop-in modules: other libraries' names and signatures, over allgrad's exact gradients."""
+"""Other libraries' functions by their own names and signatures, made of ours.
+
+Imports everything below: ``collectives``, ``devices``, ``module_state``.
+"""

@@ -1,7 +1,7 @@
 """The helpers of ``torch.distributed.utils``, under their names and signatures.
 
-Each is a few lines over the real thing in :mod:`allgrad.module_state`, :mod:`allgrad.containers`
-and :mod:`allgrad.call_arguments`. Where the original is silently wrong its docstring here says
+Each is a few lines over the real thing in :mod:`allgrad.module_state`, :mod:`allgrad.containers.nests`
+and :mod:`allgrad.containers.call_arguments`. Where the original is silently wrong its docstring here says
 what is exact instead; errors are allgrad's own, with a table of what every rank had.
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from allgrad.call_arguments import cast_call, pack_call, unpack_call
-from allgrad.containers import map_tensors
+from allgrad.containers.call_arguments import cast_call, pack_call, unpack_call
+from allgrad.containers.nests import map_tensors
 from allgrad.module_state import (
     free_storage,
     is_allocated,
@@ -28,7 +28,7 @@ from allgrad.module_state import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
-    from allgrad.wire import GroupLike
+    from allgrad._wire.primitives import GroupLike
 
 __all__: list[str] = []  # every name is private, as in the original
 

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from allgrad import devices
-from allgrad.call_arguments import scatter_call
-from allgrad.containers import flatten, unflatten
+from allgrad.containers.call_arguments import scatter_call
+from allgrad.containers.nests import flatten, unflatten
 from allgrad.errors import InputError, PieceMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from allgrad.devices import Device
+    from allgrad.devices.transfers import Device
 
 __all__ = [
     "Broadcast",

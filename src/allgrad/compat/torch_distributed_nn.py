@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 import allgrad as ag
-from allgrad import agreement, reductions, wire
-from allgrad.agreement import Announcement, Brought
-from allgrad.collectives.arguments import (
+from allgrad._core import reductions
+from allgrad._wire import handshake as agreement
+from allgrad._wire import primitives as wire
+from allgrad._wire.handshake import Announcement, Brought
+from allgrad.collectives._inputs import (
     Grad,
     announce,
     attempt,
@@ -40,7 +42,7 @@ from allgrad.errors import GroupError, InputError, PieceMismatch, SizesError, Te
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from allgrad.wire import Group, GroupLike
+    from allgrad._wire.primitives import Group, GroupLike
 
 __all__ = [
     "all_gather",

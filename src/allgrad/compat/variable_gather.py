@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import allgrad as ag
-from allgrad import wire
-from allgrad.collectives.arguments import Grad, check_grad, own_pieces, take
+from allgrad._wire import primitives as wire
+from allgrad.collectives._inputs import Grad, check_grad, own_pieces, take
 from allgrad.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from allgrad.wire import GroupLike
+    from allgrad._wire.primitives import GroupLike
 
 __all__ = ["AllGather", "all_gather", "all_gather_variable_dim", "pad_dim_to"]
 

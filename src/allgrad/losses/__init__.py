@@ -1,7 +1,10 @@
-"""Contrastive losses over the pairs of all ranks: exact, ragged, and never the whole matrix of scores."""
+"""Contrastive losses over the pairs of all ranks: exact, ragged, never the whole score matrix.
 
-from allgrad.losses.cached import cached_step
+Imports ``collectives``, ``_wire``, ``_core`` and ``errors``.
+"""
+
 from allgrad.losses.clip import ClipLoss, clip_loss
+from allgrad.losses.grad_cache import cached_step
 from allgrad.losses.info_nce import InfoNCE, info_nce
 from allgrad.losses.siglip import SigLipLoss, siglip_loss
 

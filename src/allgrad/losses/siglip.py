@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from allgrad.losses.asking import BUDGET, Grads, contrastive
+from allgrad.losses._arguments import BUDGET, Grads, contrastive
 
 if TYPE_CHECKING:
-    from allgrad.collectives.arguments import Sizes
-    from allgrad.wire import GroupLike
+    from allgrad._wire.primitives import GroupLike
+    from allgrad.collectives._inputs import Sizes
 
 __all__ = ["SigLipLoss", "siglip_loss"]
 

@@ -1,11 +1,14 @@
-"""What a module or an optimizer holds: given to every rank, compared, renamed, freed."""
+"""The state of a module or an optimizer: synced, compared, renamed, freed.
 
-from allgrad.module_state.comparing import compare, verify
-from allgrad.module_state.differences import Difference, StateMismatch
-from allgrad.module_state.entries import State
+Imports ``collectives``, ``_wire``, ``containers``, ``_core`` and ``errors``.
+"""
+
+from allgrad.module_state._compare import compare, verify
+from allgrad.module_state._differences import Difference, StateMismatch
+from allgrad.module_state._entries import State
+from allgrad.module_state._sync import sync
 from allgrad.module_state.prefixes import rename_prefix
 from allgrad.module_state.storage import free_storage, is_allocated, restore_storage
-from allgrad.module_state.syncing import sync
 
 __all__ = [
     "Difference",

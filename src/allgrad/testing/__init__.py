@@ -1,4 +1,7 @@
-"""Run code on real ranks and check its gradients."""
+"""Run code on real ranks, and check its gradients.
+
+Imports ``_wire`` (to start worlds) and ``errors``; needs ``allgrad[testing]``.
+"""
 
 from allgrad.testing.checks import (
     GradientMismatch,

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from allgrad._wire.world import rank_of, size_of, sum_over_ranks
 from allgrad.errors import AllgradError, TensorError, rank_table
-from allgrad.world import rank_of, size_of, sum_over_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import TypeAlias
 
-    from allgrad.world import ProcessGroup
+    from allgrad._wire.world import ProcessGroup
 
     Function: TypeAlias = Callable[..., Tensor | tuple[Tensor, ...]]
 

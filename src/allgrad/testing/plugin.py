@@ -131,7 +131,7 @@ class _RanksRepr:
 
 
 def _on_rank(body: Callable[..., object], values: dict[str, object]) -> None:
-    from allgrad.world import rank_of
+    from allgrad._wire.world import rank_of
 
     try:
         body(**{name: rank_of() if v is _PerRank.RANK else v for name, v in values.items()})

@@ -18,11 +18,11 @@ import time
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
+from allgrad._wire.world import Rendezvous
 from allgrad.errors import AllgradError
 from allgrad.testing import failures
 from allgrad.testing.failures import RankError, RankFailed
 from allgrad.testing.messages import Enter, Entered
-from allgrad.world import Rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

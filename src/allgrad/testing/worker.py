@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from allgrad import world
+from allgrad._wire import world
 from allgrad.testing.failures import RankError
 from allgrad.testing.messages import Call, Enter, Entered, Finished
 from allgrad.testing.shipping import load, ship

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from allgrad._wire.world import rank_of
+from allgrad.cli.bench.baselines import barrier, ways_of
 from allgrad.cli.bench.cases import brought, wanted
-from allgrad.cli.bench.ways import barrier, ways_of
-from allgrad.world import rank_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from allgrad.cli.bench.baselines import Way
     from allgrad.cli.bench.cases import Case
-    from allgrad.cli.bench.ways import Way
 
 __all__ = ["Timed", "Weighed", "measure", "weigh"]
 

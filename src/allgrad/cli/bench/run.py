@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from allgrad.cli.bench.baselines import base_of
 from allgrad.cli.bench.ranks import Timed, Weighed, measure, weigh
-from allgrad.cli.bench.ways import base_of
 from allgrad.testing import run_ranks
 
 if TYPE_CHECKING:

@@ -1,0 +1,277 @@
+"""From an adjoint pair to a differentiable function, in whichever mode the caller is.
+
+| mode | what runs |
+|---|---|
+| no graph, no transform | the pair's map |
+| autograd | an autograd.Function with a backward |
+| torch.func, dual numbers, nested as you like | one with every rule |
+| the same under ``grad="none"`` | one without derivative |
+| torch.compile | the pair's map, whose ops (graph_wire) have every rule of their own |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._functorch import eager_transforms
+from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+
+from allgrad.errors import ModeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from torch import Tensor
+
+    from allgrad._autograd.adjoint_pair import AdjointPair
+
+__all__ = ["ANCHOR", "apply", "is_plain_autograd", "needs_graph", "order", "unlinked"]
+
+# A result requires grad on every rank, even where the local piece does not: another rank's piece
+# may, and its backward needs everyone (test_piece_without_gradient_takes_part). Autograd marks a
+# result when some input requires grad; this one always does, is empty, and never gets a gradient.
+ANCHOR = torch.empty(0, requires_grad=True)
+
+
+def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tuple[Tensor, ...]:
+    """Run the pair's map, differentiable to any order; ``stop`` ends the derivative there."""
+    if torch.compiler.is_compiling():
+        return _trace(pair, xs, stop=stop)
+    transformed = (
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # noqa: SLF001
+    )
+    if stop or not (xs[0].is_floating_point() or _differentiable(xs)):
+        if not stop and not transformed:
+            return _plain(pair, xs)
+        with torch.no_grad():
+            return _run(_Constant, pair, xs) if transformed else _plain(pair, xs)
+    if _order is not None and torch.is_grad_enabled():
+        if transformed:
+            raise ModeError(
+                f"{pair.name}: lockstep orders the backward of autograd, not of torch.func or "
+                "forward mode.\nUse those outside the lockstep block."
+            )
+        tied = _order(pair, xs)
+        if tied is not None:
+            return tied
+    if transformed:
+        return _run(_Apply, pair, xs)
+    if torch.is_grad_enabled():
+        results: tuple[Tensor, ...] = _reverse(pair, ANCHOR, *map(_unwrap_if_dead, xs))  # type: ignore[no-untyped-call]
+        return results
+    return _plain(pair, xs)
+
+
+_order: Callable[[AdjointPair, Sequence[Tensor]], tuple[Tensor, ...] | None] | None = None
+
+
+def order(
+    tie: Callable[[AdjointPair, Sequence[Tensor]], tuple[Tensor, ...] | None] | None,
+) -> None:
+    """Let ``tie`` run the differentiable calls of eager autograd; ``None`` ends it."""
+    global _order  # noqa: PLW0603
+    _order = tie
+
+
+def unlinked(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run the map, below what keeps track of views: a view made inside an autograd.Function could
+    not be changed in place by the caller (y /= 2). What is handed through as it is stays linked.
+    """
+    if isinstance(xs[0], FakeTensor):  # shapes alone, whose ops belong above; there a copy is free
+        ys = pair.forward(xs)
+        return tuple([y.clone() if y._is_view() and all(y is not x for x in xs) else y for y in ys])  # noqa: SLF001
+    with _UNTRACKED():
+        return tuple(pair.forward(xs))
+
+
+def is_plain_autograd() -> bool:
+    """Tell whether derivatives, if any, are those of eager autograd."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()  # noqa: SLF001
+        or forward_ad._current_level >= 0  # noqa: SLF001
+    )
+
+
+def needs_graph(xs: Sequence[Tensor]) -> bool:
+    """Tell whether eager autograd records what is done with these."""
+    return torch.is_grad_enabled() and _differentiable(xs)
+
+
+def _plain(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    # What is handed through as it is: the caller's own leaf would still require grad.
+    ys = pair.forward(xs)
+    if len(ys) == 1:
+        return (ys[0].detach() if ys[0] is xs[0] else ys[0],)
+    given = set(map(id, xs))
+    return tuple([y.detach() if id(y) in given else y for y in ys])
+
+
+def _run(function: type[_Apply], pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    anchor = _anchor(tangents=function is _Apply)
+    results: tuple[Tensor, ...] = function.apply(pair, anchor, *xs)  # type: ignore[no-untyped-call]
+    return results
+
+
+def _differentiable(xs: Sequence[Tensor]) -> bool:
+    for x in xs:  # noqa: SIM110 - any() costs a generator in every call
+        if x.is_floating_point() or x.is_complex():
+            return True
+    return False
+
+
+def _anchor(*, tangents: bool) -> Tensor:
+    """The anchor, in every mode that is on: with a batch, with a tangent.
+
+    What holds for gradients holds for these too. A rank whose piece has no batch, or no tangent,
+    takes part with copies, or with zeros (test_piece_without_batch_takes_part,
+    test_piece_without_tangent_takes_part).
+    """
+    levels: set[str] = set()
+    if tangents and forward_ad._current_level >= 0:  # noqa: SLF001
+        # Dual numbers in or around func.grad: nothing tells which, so both levels get a tangent.
+        levels = {"Jvp"} if eager_transforms.JVP_NESTING else {"Grad", ""}
+    return _anchor_at(_active_transforms(), levels)
+
+
+def _anchor_at(active: Sequence[str], with_tangent: Collection[str]) -> Tensor:
+    if not active:
+        return _with_tangent(ANCHOR) if "" in with_tangent else ANCHOR
+    interpreter = retrieve_current_functorch_interpreter()
+    with interpreter.lower():
+        below = _anchor_at(active[:-1], with_tangent)
+    if isinstance(interpreter, VmapInterpreter):
+        batch = below.expand(interpreter.batch_size(), 0)
+        return torch._C._functorch._add_batch_dim(batch, 0, interpreter.level())  # noqa: SLF001
+    if active[-1] in with_tangent:
+        return _with_tangent(torch._C._functorch._wrap_for_grad(below, interpreter.level()))  # noqa: SLF001
+    return below
+
+
+def _with_tangent(x: Tensor) -> Tensor:
+    dual: Tensor = forward_ad.make_dual(x, torch.zeros_like(x))
+    return dual
+
+
+class _Apply(torch.autograd.Function):
+    """The pair with every rule: backward, forward mode, batches."""
+
+    @staticmethod
+    def forward(pair: AdjointPair, anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
+        return unlinked(pair, xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004
+        ctx.pair = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *apply(ctx.pair.adjoint, gradients)
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        pair: AdjointPair,
+        anchor: Tensor,  # noqa: ARG004
+        *xs: Tensor,
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        return _run(_Apply, pair, _batched(info, in_dims[2:], xs)), (-1,) * len(xs)
+
+    @staticmethod
+    def jvp(ctx: Any, _pair: None, _anchor: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        return apply(ctx.pair, tangents)
+
+
+class _Reverse(torch.autograd.Function):
+    """The pair with a backward only. Of a function with ``setup_context`` torch reads the signature
+    in every call, which takes longer than a small call does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, pair: AdjointPair, anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
+        ctx.pair = pair
+        return unlinked(pair, xs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *apply(ctx.pair.adjoint, gradients)
+
+
+# The same as _Reverse.apply outside of torch.func, less what that one does in Python.
+_reverse = super(torch.autograd.Function, _Reverse).apply
+_unwrap_if_dead = torch._C._functorch.unwrap_if_dead  # noqa: SLF001
+_UNTRACKED = torch._C._AutoDispatchBelowADInplaceOrView  # noqa: SLF001
+
+
+class _Constant(_Apply):
+    """The same map with derivative zero in every mode, without a message for it."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004
+        ctx.shapes = [y.shape for y in output]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:  # noqa: ARG004
+        return (None,) * (2 + len(gradients))
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        pair: AdjointPair,
+        anchor: Tensor,  # noqa: ARG004
+        *xs: Tensor,
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        return _run(_Constant, pair, _batched(info, in_dims[2:], xs)), (-1,) * len(xs)
+
+    @staticmethod
+    def jvp(ctx: Any, _pair: None, _anchor: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.new_zeros(shape) for t, shape in zip(tangents, ctx.shapes, strict=True))
+
+
+def _batched(info: Any, dims: Sequence[int | None], xs: Sequence[Tensor]) -> list[Tensor]:
+    """The batch goes last: pairs name dimensions from the front, so it travels along unseen."""
+    return [
+        x.unsqueeze(-1).repeat_interleave(info.batch_size, -1)  # real memory, as for any piece
+        if dim is None
+        else x.movedim(dim, -1)
+        for x, dim in zip(xs, dims, strict=True)
+    ]
+
+
+def _trace(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool) -> tuple[Tensor, ...]:
+    """The same under torch.compile: the ops of graph_wire have every derivative of their own."""
+    run = pair.forward if pair.traced is None else pair.traced[0]
+    if _order is not None and not stop and torch.is_grad_enabled() and _differentiable(xs):
+        raise ModeError(
+            f"{pair.name}: lockstep cannot order the backward of a compiled function.\n"
+            "Call compiled functions outside the lockstep block."
+        )
+    if stop:
+        with torch.no_grad():
+            return tuple(run([x.detach() for x in xs]))
+    active = _active_transforms() if torch._C._are_functorch_transforms_active() else ()  # noqa: SLF001
+    duals = forward_ad._current_level >= 0 and active[-1:] in {(), ("Jvp",)}  # noqa: SLF001
+    if not duals or not _differentiable(xs):
+        return tuple(run(xs))
+    split = [_split_dual(x) for x in xs]
+    ys = run([value for value, _ in split])
+    dys = run([tangent for _, tangent in split])
+    return tuple(forward_ad.make_dual(y, dy) for y, dy in zip(ys, dys, strict=True))
+
+
+def _split_dual(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A value and its tangent, zeros where it has none: every rank sends tangents."""
+    value, tangent = forward_ad.unpack_dual(x)
+    return value, torch.zeros_like(value) if tangent is None else tangent
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _active_transforms() -> tuple[str, ...]:
+    """The torch.func transforms around this call, the outermost first: "Grad", "Jvp", "Vmap"."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()  # noqa: SLF001
+    return tuple(interpreter.key().name for interpreter in stack)

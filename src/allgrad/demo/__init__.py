@@ -1,1 +1,0 @@
-"""What ``allgrad demo`` trains: two towers that match handwritten digits and captions."""

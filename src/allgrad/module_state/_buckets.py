@@ -1,0 +1,113 @@
+"""Many tensors as few messages: bytes of any dtypes packed one after another, without gaps."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch._utils import _unflatten_dense_tensors
+
+from allgrad.module_state._specs import as_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+__all__ = ["Bucket", "buckets"]
+
+
+class Run(NamedTuple):
+    """Neighbours of one dtype."""
+
+    dtype: torch.dtype
+    tensors: list[Tensor]
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Tensors of one device that travel together.
+
+    tensors   [ a a ]  [ b ]  [ c c c ]
+    packed    [ a a | b | c c c ]           as bytes
+    """
+
+    device: torch.device
+    runs: list[Run] = field(default_factory=list)
+    nbytes: int = 0
+
+    def add(self, run: Run) -> None:
+        self.runs.append(run)
+        self.nbytes += run.nbytes
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for run in self.runs for x in run.tensors]
+
+    def in_place(self) -> Tensor | None:
+        """The bytes of one contiguous tensor alone, in its own memory."""
+        if len(self.runs) > 1 or len(self.runs[0].tensors) > 1:
+            return None
+        (x,) = self.runs[0].tensors
+        if not x.is_contiguous() or x.is_conj() or x.is_neg():
+            return None
+        return as_bytes(x)
+
+    def pack(self, flat: Tensor) -> None:
+        """Write the bytes of all to ``flat``."""
+        for places, run in self._places(flat):
+            torch._foreach_copy_(places, run.tensors)
+
+    def unpack(self, flat: Tensor) -> None:
+        """Write the bytes into the tensors, whatever their strides."""
+        for places, run in self._places(flat):
+            torch._foreach_copy_(run.tensors, places)
+
+    def _places(self, flat: Tensor) -> Iterator[tuple[list[Tensor], Run]]:
+        """Where each of the tensors lies in the bytes: views, made in one call for each dtype."""
+        start = 0
+        for run in self.runs:
+            part = flat[start : start + run.nbytes].view(run.dtype)
+            yield list(_unflatten_dense_tensors(part, run.tensors)), run
+            start += run.nbytes
+
+
+def buckets(tensors: Sequence[Tensor], limit: int) -> list[Bucket]:
+    """Share the tensors out over buckets of at most ``limit`` bytes, a device at a time.
+
+    Those that are larger are alone in theirs; those without elements are in none. Wide dtypes go
+    first, so that each begins where its elements may begin (test_mixed_dtypes_leave_no_gaps).
+    """
+    kinds: defaultdict[torch.device, defaultdict[torch.dtype, tuple[list[Tensor], list[int]]]]
+    kinds = defaultdict(lambda: defaultdict(lambda: ([], [])))
+    looks = map(attrgetter("device", "dtype", "nbytes"), tensors)
+    for x, (device, dtype, nbytes) in zip(tensors, looks, strict=True):
+        if nbytes:
+            held, lengths = kinds[device][dtype]
+            held.append(x)
+            lengths.append(nbytes)
+    found = []
+    for device, by_dtype in kinds.items():
+        bucket = Bucket(device)
+        for dtype in sorted(by_dtype, key=lambda dtype: (-dtype.itemsize, str(dtype))):
+            held, lengths = by_dtype[dtype]
+            ends = list(accumulate(lengths))
+            first = sent = 0
+            while first < len(held):
+                last = bisect_right(ends, sent + limit - bucket.nbytes, lo=first)
+                if last == first:
+                    if bucket.runs:
+                        found.append(bucket)
+                        bucket = Bucket(device)
+                        continue
+                    last = first + 1  # larger than a bucket
+                bucket.add(Run(dtype, held[first:last], ends[last - 1] - sent))
+                first, sent = last, ends[last - 1]
+        found.append(bucket)
+    return found

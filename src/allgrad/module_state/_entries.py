@@ -1,0 +1,175 @@
+"""What a state holds, name by name: the tensors and settings of a module, an optimizer or a dict.
+
+module      fc.weight, fc.bias, norm.running_mean      as ``state_dict`` names them
+optimizer   state[0]['exp_avg'], param_groups[0]['lr'] as its ``state_dict()`` is indexed
+dict        its keys
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from allgrad.containers.nests import flatten, unflatten
+from allgrad.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "Entry",
+    "Kind",
+    "Setting",
+    "State",
+    "assign_settings",
+    "entries",
+    "tensors_and_others",
+    "without",
+]
+
+State: TypeAlias = nn.Module | Optimizer | Mapping[str, Any]
+Setting: TypeAlias = int | float | bool | str | None
+Kind: TypeAlias = Literal["parameter", "buffer", "tensor", "setting", "object"]
+
+
+class Entry(NamedTuple):
+    """One name, and what this rank holds under it.
+
+    A tensor that has an earlier name too is ``tied`` to it: it is read and written there.
+    """
+
+    name: str
+    kind: Kind
+    value: Any
+    tied: str = ""
+
+
+def entries(op: str, state: State) -> list[Entry]:
+    """List what the state holds, by name: in whatever order it was built, ranks list it alike."""
+    if isinstance(state, nn.Module):
+        return _by_name(_of_module(state))
+    if isinstance(state, Optimizer):
+        return _by_name(_of_optimizer(state))
+    if isinstance(state, Mapping):
+        if unnamed := [key for key in state if not isinstance(key, str)]:
+            raise InputError(
+                f"{op}: a dict of tensors has names for keys, not {unnamed[0]!r}.\n"
+                "Give {name: tensor}."
+            )
+        return _by_name(_entry(name, value) for name, value in state.items())
+    raise InputError(
+        f"{op}: {type(state).__name__} is no state.\n"
+        "Give a torch.nn.Module, a torch.optim.Optimizer, or a dict of tensors by name."
+    )
+
+
+def tensors_and_others(held: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
+    """Part the entries that hold tensors from those that hold settings and objects."""
+    others = [entry for entry in held if entry.kind in {"setting", "object"}]
+    if not others:
+        return list(held), others
+    return [entry for entry in held if entry.kind not in {"setting", "object"}], others
+
+
+def without(op: str, state: State, found: Sequence[Entry], ignore: Iterable[str]) -> list[Entry]:
+    """Leave out the entries that ``ignore`` names, and tie the others to their first name left.
+
+    A name stands for an entry, or for all that lies under it: a submodule, a parameter's state.
+    """
+    if isinstance(ignore, str):
+        raise InputError(f"{op}: ignore={ignore!r} is one text.\nGive a list, [{ignore!r}].")
+    names = set(ignore)
+    if not names and len({id(entry.value) for entry in found}) == len(found):
+        return list(found)
+    modules = dict(state.named_modules()).keys() if isinstance(state, nn.Module) else set()
+    used: set[str] = set()
+    first: dict[int, str] = {}
+    kept = []
+    for entry in found:
+        above = names.intersection(_above(entry.name)) if names else names
+        used |= above
+        if not above:
+            tied = first.setdefault(id(entry.value), entry.name)
+            is_tied = isinstance(entry.value, Tensor) and tied != entry.name
+            kept.append(Entry(entry.name, entry.kind, entry.value, tied) if is_tied else entry)
+    if unknown := sorted(names - used - modules):
+        raise InputError(
+            f"{op}: ignore names nothing in this {type(state).__name__}: {', '.join(unknown)}.\n"
+            "Give names of parameters, buffers or submodules, as named_parameters() shows them."
+        )
+    return kept
+
+
+def assign_settings(optimizer: Optimizer, values: Mapping[str, Setting]) -> None:
+    """Write settings back where :func:`entries` found them; containers keep their types."""
+    for part in (*_states(optimizer), *_groups(optimizer)):
+        if not values.keys().isdisjoint(part.names):
+            pairs = zip(part.names, part.leaves, strict=True)
+            new = [values.get(name, leaf) for name, leaf in pairs]
+            part.owner.update(unflatten(part.structure, new))
+
+
+def _by_name(found: Iterable[Entry]) -> list[Entry]:
+    return sorted(found, key=itemgetter(0))
+
+
+def _of_module(module: nn.Module) -> Iterator[Entry]:
+    # named_parameters() would look up every tensor it has seen, though all are wanted here.
+    kinds: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for kind, where in kinds:
+            for name, value in getattr(part, where).items():
+                if value is not None:
+                    yield Entry(prefix + name, kind, value)
+
+
+def _entry(name: str, value: object) -> Entry:
+    if isinstance(value, Tensor):
+        return Entry(name, "tensor", value)
+    if value is None or isinstance(value, (int, float, str)):
+        return Entry(name, "setting", value)
+    return Entry(name, "object", value)
+
+
+class _Dict:
+    """One dict of an optimizer, taken apart: a parameter's state, or the settings of a group."""
+
+    def __init__(self, name: str, owner: dict[str, Any], *, leave_out: str | None = None) -> None:
+        self.owner = owner
+        kept = {key: value for key, value in owner.items() if key != leave_out}
+        self.leaves, self.structure = flatten(kept)
+        self.names = [str(accessor.codify(name)) for accessor in self.structure.accessors()]
+
+
+def _states(optimizer: Optimizer) -> Iterator[_Dict]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in enumerate(parameters):
+        if parameter in optimizer.state:  # a defaultdict: looking it up would make one
+            yield _Dict(f"state[{number}]", optimizer.state[parameter])
+
+
+def _groups(optimizer: Optimizer) -> Iterator[_Dict]:
+    for number, group in enumerate(optimizer.param_groups):
+        yield _Dict(f"param_groups[{number}]", group, leave_out="params")
+
+
+def _of_optimizer(optimizer: Optimizer) -> Iterator[Entry]:
+    for part in (*_states(optimizer), *_groups(optimizer)):
+        for name, leaf in zip(part.names, part.leaves, strict=True):
+            yield _entry(name, leaf)
+    for number, group in enumerate(optimizer.param_groups):
+        # The parameters themselves are the module's; here only their number counts.
+        yield Entry(f"param_groups[{number}]['params']", "object", group["params"])
+
+
+def _above(name: str) -> Iterator[str]:
+    """The name itself, and every name it lies under: a.b.c, a, a.b or state[0]['x'], state[0]."""
+    yield name
+    for place, letter in enumerate(name):
+        if letter in ".[" and place:
+            yield name[:place]

@@ -1,0 +1,195 @@
+"""async_op: started here, waited for there, and the other way round in backward."""
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+import allgrad as ag
+import reference
+from allgrad import errors
+from allgrad._core import call_queue as departures
+from allgrad._wire import eager as moves
+from exactness import check_exact, grads, leaf, loss, pieces, random, same
+
+CALLS = {
+    "all_reduce": (ag.all_reduce, reference.all_reduce),
+    "all_reduce max": (
+        lambda x, **k: ag.all_reduce(x, "max", **k),
+        lambda xs: reference.all_reduce(xs, "max"),
+    ),
+    "all_gather": (ag.all_gather, reference.all_gather),
+    "reduce_scatter": (ag.reduce_scatter, reference.reduce_scatter),
+    "reduce_scatter prod": (
+        lambda x, **k: ag.reduce_scatter(x, op="prod", **k),
+        lambda xs: reference.reduce_scatter(xs, 0, "prod"),
+    ),
+    "all_to_all": (ag.all_to_all, reference.all_to_all),
+    "broadcast": (lambda x, **k: ag.broadcast(x, 1, **k), lambda xs: reference.broadcast(xs, 1)),
+    "reduce": (lambda x, **k: ag.reduce(x, 1, **k), lambda xs: reference.reduce(xs, 1)),
+    "gather": (lambda x, **k: ag.gather(x, 1, **k), lambda xs: reference.gather(xs, 1)),
+    "shift": (ag.shift, reference.shift),
+    "permute": (
+        lambda x, **k: ag.permute(x, [(0, 1)], **k),
+        lambda xs: reference.permute(xs, [(0, 1)]),
+    ),
+    "scan": (ag.scan, reference.scan),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_started_call_is_exact(world, name):
+    call, model = CALLS[name]
+    check_exact(lambda x: call(x, async_op=True).wait(), model, pieces([(3, 2)] * world))
+
+
+@pytest.mark.ranks(3)
+def test_share_split_and_scatter_can_be_started(rank, world):
+    check_exact(
+        lambda x: ag.split(x, async_op=True).wait(),
+        lambda xs: reference.split(xs[0], world),
+        pieces([(5, 2)]),
+        second="once",
+    )
+    check_exact(
+        lambda x: ag.share(x, async_op=True).wait(),
+        lambda xs: [xs[0]] * world,
+        pieces([(2,)]),
+        second="once",
+    )
+    check_exact(
+        lambda x: ag.scatter(x, 1, async_op=True).wait(),
+        lambda xs: reference.scatter(xs[1], world),
+        pieces([(5 if r == 1 else 0, 2) for r in range(world)]),
+    )
+
+
+@pytest.mark.ranks(2)
+def test_nests_and_whole_numbers(rank, world):
+    x = {"a": leaf(random((rank + 1,), rank)), "b": torch.arange(rank + 1)}
+    handle = ag.all_gather(x, async_op=True)
+    y = handle.wait()
+    assert y["b"].tolist() == [0, 0, 1]
+    y["a"].sum().backward()
+    same(x["a"].grad, torch.full_like(x["a"], world).detach(), "the gradient")
+    assert not ag.all_gather(x["a"], grad="none", async_op=True).wait().requires_grad
+
+
+@pytest.mark.ranks(3)
+def test_calls_keep_their_order(rank):
+    """Started, plain and started again, waited for in another order on each rank."""
+    xs = [torch.full((3,), float(rank + k)) for k in range(4)]
+    a = ag.all_reduce(xs[0], async_op=True)
+    b = ag.all_gather(xs[1])
+    c = ag.scan(xs[2], async_op=True)
+    d = ag.broadcast(xs[3], 2, async_op=True)
+    waits = [a, c, d]
+    for handle in waits[rank:] + waits[:rank]:
+        handle.wait()
+    assert a.wait().tolist() == [3.0] * 3
+    assert b.tolist() == [1.0] * 3 + [2.0] * 3 + [3.0] * 3
+    assert c.wait().tolist() == [float(sum(r + 2 for r in range(rank + 1)))] * 3
+    assert d.wait().tolist() == [5.0] * 3
+
+
+@pytest.mark.ranks(2)
+def test_waiting_twice_on_another_thread_or_never(rank, world):
+    x = leaf(random((4,), rank))
+    handle = ag.all_reduce(x, async_op=True)
+    first = handle.wait()
+    assert handle.wait() is first
+    found = []
+    other = ag.all_reduce(x, async_op=True)
+    thread = threading.Thread(target=lambda: found.append(other.wait()))
+    thread.start()
+    thread.join()
+    never = ag.all_reduce(x, async_op=True)
+    (first.sum() + found[0].sum()).backward()
+    same(x.grad, torch.full_like(x, 2.0 * world).detach(), "the gradient")
+    del never
+    assert ag.all_reduce(torch.ones(1)).item() == world
+
+
+@pytest.mark.ranks(2)
+def test_compute_runs_while_the_call_does(rank):
+    """The call is held up until the main thread has computed: it could not end if they took turns."""
+    computed = threading.Event()
+    real = moves.all_reduce
+
+    def held_up(*args):
+        assert computed.wait(20), "nothing was computed while the call was under way"
+        return real(*args)
+
+    x = leaf(random((4,), rank))
+    moves.all_reduce = held_up
+    try:
+        handle = ag.all_reduce(x, async_op=True)
+        middle = x.sin()
+        computed.set()
+        y = handle.wait() + middle
+        computed.clear()
+        # Backward: the adjoint starts at wait, sin's own backward runs, then the adjoint is awaited.
+        middle.register_hook(lambda _: computed.set())
+        y.sum().backward()
+    finally:
+        moves.all_reduce = real
+    same(x.grad, (2 + x.detach().cos()), "the gradient")
+
+
+@pytest.mark.ranks(3)
+def test_in_lockstep_a_handle_nobody_waits_for_takes_part(rank, world):
+    x = leaf(random((2,), rank))
+    with ag.lockstep() as step:
+        a = ag.all_reduce(x, async_op=True)
+        b = ag.all_gather(x.sin())
+        total = a.wait().sum() if rank != 1 else b.sum()
+    step.backward(total)
+    xs = [leaf(random((2,), r)) for r in range(world)]
+    want = grads(2 * sum(xs).sum() + torch.cat(xs).sin().sum(), xs)[rank]
+    same(x.grad, want, "the gradient")
+
+
+@pytest.mark.ranks(2)
+def test_checked_calls_can_be_started(rank, world):
+    with ag.checked():
+        x = leaf(random((2,), rank))
+        y = ag.all_reduce(x, async_op=True).wait()
+        y.sum().backward()
+        same(x.grad, torch.full_like(x, world).detach(), "the gradient")
+        handle = ag.all_reduce(torch.ones(2 + rank), async_op=True)
+        with pytest.raises(errors.CollectiveMismatch, match="rank 1"):
+            handle.wait()
+
+
+@pytest.mark.ranks(2)
+def test_modes_in_which_a_call_is_done_at_once(rank, world):
+    x = random((2,), rank)
+    got = torch.func.grad(lambda x: ag.all_reduce(x, async_op=True).wait().sum())(x)
+    same(got, torch.full_like(x, world), "the gradient")
+    compiled = torch.compile(
+        lambda x: ag.all_reduce(x, async_op=True).wait(), backend="aot_eager", fullgraph=True
+    )
+    same(compiled(x).detach(), ag.all_reduce(x).detach(), "the compiled value")
+
+
+@pytest.mark.ranks(1, 2)
+def test_nothing_is_kept_alive(rank):
+    gc.disable()
+    try:
+        x = leaf(random((2,), rank))
+        y = ag.all_reduce(x.exp(), async_op=True).wait()
+        loss(y, rank).backward()
+        kept = weakref.ref(y)
+        del y
+        for _ in range(100):
+            if kept() is None:
+                break
+            time.sleep(0.01)
+        assert kept() is None
+        assert departures.LINE.waiting == 0
+    finally:
+        gc.enable()

@@ -1,0 +1,121 @@
+"""Every way that plans know is exact, whatever the size would choose."""
+
+import pytest
+import torch
+
+import allgrad as ag
+import reference
+from allgrad._core.partition import even
+from allgrad._wire import algorithms as plans
+from allgrad._wire import point_to_point as peers
+from exactness import check_exact, pieces, same
+
+ROWS = (2, 0, 3, 1)
+EQUAL_ONLY = {"backend", "backend_list"}
+CASES = [(operation, way) for operation, ways in plans.WAYS.items() for way in ways]
+CALLS = {
+    "all_gather": (lambda x, n: ag.all_gather(x, sizes=n), lambda xs, _: reference.all_gather(xs)),
+    "reduce_scatter": (
+        lambda x, n: ag.reduce_scatter(x, sizes=n),
+        lambda xs, n: reference.reduce_scatter(xs, sizes=n),
+    ),
+    "all_reduce": (lambda x, _: ag.all_reduce(x), lambda xs, _: reference.all_reduce(xs)),
+    "broadcast": (lambda x, _: ag.broadcast(x, 1), lambda xs, _: reference.broadcast(xs, 1)),
+    "reduce": (lambda x, _: ag.reduce(x, 1), lambda xs, _: reference.reduce(xs, 1)),
+    "all_to_all": (
+        lambda x, _: ag.all_to_all(x, send_sizes="equal"),
+        lambda xs, _: reference.all_to_all(xs),
+    ),
+}
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [((), torch.float64), ((2, 3), torch.float64), ((3,), torch.complex128)],
+    ids=["vectors", "blocks", "complex rows"],
+)
+@pytest.mark.parametrize(("operation", "way"), CASES)
+def test_every_way_is_exact(world, operation, way, width, dtype):
+    call, wanted = CALLS[operation]
+    ragged = operation in {"all_gather", "reduce_scatter"} and way not in EQUAL_ONLY
+    rows = ROWS[:world] if ragged else (2,) * world
+    held = {"all_gather": rows, "reduce_scatter": (sum(rows),) * world}
+    held |= {"all_to_all": (2 * world,) * world}
+    shapes = [(n, *width) for n in held.get(operation, (2,) * world)]
+    with plans.using(**{operation: way}):
+        check_exact(
+            lambda x: call(x, list(rows)),
+            lambda xs: wanted(xs, list(rows)),
+            pieces(shapes, dtype),
+        )
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (6, 0)], ids=str)
+@pytest.mark.parametrize("way", plans.WAYS["all_to_all"])
+def test_equal_blocks_may_be_empty(rank, world, shape, way):
+    x = torch.empty(shape, requires_grad=True)
+    with plans.using(all_to_all=way):
+        y = ag.all_to_all(x, send_sizes="equal")
+        y.sum().backward()
+    assert y.shape == x.grad.shape == x.shape
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("way", plans.WAYS["all_to_all"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float16, torch.complex64])
+def test_equal_blocks_of_every_kind(rank, world, dtype, way):
+    whole = torch.arange(2 * world * world).view(world, 2 * world)
+    with plans.using(all_to_all=way):
+        got = ag.all_to_all((whole[rank] % 5).to(dtype), send_sizes="equal")
+    want = (whole.view(world, world, 2)[:, rank].reshape(-1) % 5).to(dtype)
+    same(got, want, "the blocks")
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("way", plans.WAYS["all_reduce"])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float16, torch.complex64])
+def test_sums_of_every_kind(rank, world, dtype, way):
+    """Backends do not add all of them."""
+    xs = [(torch.arange(600_000) % (r + 2)).to(dtype) for r in range(world)]
+    with plans.using(all_reduce=way):
+        got = ag.all_reduce(xs[rank])
+    same(got, sum(xs), "the sum")
+
+
+LONG = 5_500_001  # elements: more chunks than are on their way at once, the last one shorter
+LONG_SUMS = {
+    "reduce, sends": lambda x: ag.reduce(x, 1),
+    "reduce, shares": lambda x: ag.reduce(x, 1),
+    "all_reduce, shares": ag.all_reduce,
+    "all_reduce, shares, in the nest's own copy": lambda x: torch.cat(
+        ag.all_reduce([x[:7], x[7:]])
+    ),
+    "reduce_scatter, pairs": ag.reduce_scatter,
+}
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("seconds", [None, 60], ids=["patiently", "within a deadline"])
+@pytest.mark.parametrize("name", LONG_SUMS)
+def test_long_sums_come_in_chunks(rank, world, name, seconds):
+    xs = [(torch.arange(LONG) % (17 + r)).float() for r in range(world)]
+    assert xs[0].nbytes / world > peers.AHEAD / (world - 1) > peers.CHUNK
+    operation, way, *_ = name.split(", ")
+    before = xs[rank].clone()
+    with plans.using(**{operation: way}), ag.deadline(seconds):
+        got = LONG_SUMS[name](xs[rank])
+    same(xs[rank], before, "what was passed")
+    want = sum(xs)
+    if operation == "reduce_scatter":
+        want = want.split(even(LONG, world))[rank]
+    same(got, want if operation != "reduce" or rank == 1 else torch.zeros(LONG), "the sum")
+
+
+@pytest.mark.ranks(3)
+def test_a_promise_of_equal_blocks_is_not_one_about_what_arrives(rank, world):
+    """Sizes that are given are taken as given."""
+    x = torch.arange(6.0) + 10 * rank
+    got = ag.all_to_all(x, send_sizes="equal", recv_sizes=[2, 2, 2])
+    assert got.tolist() == [10 * r + 2 * rank + i for r in range(world) for i in range(2)]

@@ -1,0 +1,459 @@
+"""What a call costs: messages and bytes by formula, and allocations.
+
+The formulas stand in docs/performance.md. Bytes are those that one rank hands to the backend for
+other ranks, and gets from it; a broadcast's are handed over once.
+"""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import allgrad as ag
+from allgrad._core.partition import even
+from allgrad._wire import algorithms as plans
+from allgrad._wire import point_to_point as peers
+from allgrad.errors import InputError
+
+ROW = 256  # bytes
+EXCHANGE = 96 * 8  # bytes to each other rank, when sizes are found out
+# What a process group calls them, and what they are called here.
+MOVERS = {
+    "allreduce": "all_reduce",
+    "broadcast": "broadcast",
+    "alltoall_base": "all_to_all_single",
+    "all_to_all_single": "all_to_all_single",
+    "send": "isend",
+    "recv": "irecv",
+    "_allgather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+    **{name: name for name in ("allgather", "gather", "scatter", "reduce", "reduce_scatter")},
+    **{name: name for name in ("alltoall", "_reduce_scatter_base", "reduce_scatter_single")},
+    **{name: name for name in ("allreduce_coalesced", "allgather_coalesced", "recv_anysource")},
+}
+
+
+class Traffic:
+    """Counts this rank's calls of its process group, and the bytes to and from other ranks."""
+
+    def __enter__(self):
+        self.calls, self.sent, self.received = Counter(), 0, 0
+        names = [name for name in MOVERS if hasattr(dist.ProcessGroup, name)]
+        self.real = {name: getattr(dist.ProcessGroup, name) for name in names}
+        self.kept = {name: vars(dist.ProcessGroup)[name] for name in names}
+        for name in names:
+            setattr(dist.ProcessGroup, name, self.counting(name))
+        return self
+
+    def __exit__(self, *_):
+        for name, call in self.kept.items():
+            setattr(dist.ProcessGroup, name, call)
+
+    def counting(self, name):
+        def call(group, *args, **options):
+            self.calls[MOVERS[name]] += 1
+            sent, received = self.moved(name, *args, **options)
+            self.sent += sent
+            self.received += received
+            return self.real[name](group, *args, **options)
+
+        return call
+
+    def moved(self, name, x, *args, **_):
+        rank = dist.get_rank()
+        if MOVERS[name] == "all_to_all_single":
+            _, into, sent, *_ = args
+            if not sent and not into:
+                each = x.nbytes // dist.get_world_size() * (dist.get_world_size() - 1)
+                return each, each
+            row = x.nbytes // len(x) if len(x) else 0  # nothing comes then
+            width = row or args[0].nbytes // max(1, len(args[0]))
+            return width * (sum(sent) - sent[rank]), width * (sum(into) - into[rank])
+        if MOVERS[name] == "all_gather_into_tensor":
+            return 0, 0
+        (x,) = x
+        if name == "broadcast":
+            return (x.nbytes, 0) if args[0].rootRank == rank else (0, x.nbytes)
+        return {"send": (x.nbytes, 0), "recv": (0, x.nbytes), "allreduce": (x.nbytes, x.nbytes)}[
+            name
+        ]
+
+    def __eq__(self, cost):
+        return (dict(self.calls), self.sent, self.received) == cost
+
+    def __repr__(self):
+        return repr((dict(self.calls), self.sent, self.received))
+
+    __hash__ = None
+
+
+def peer_to_peer(sends, receives, sent, received):
+    calls = {"isend": sends, "irecv": receives}
+    return {name: count for name, count in calls.items() if count}, sent, received
+
+
+def through_hub(given, got, r):
+    """Rank ``r`` gives and gets so many bytes; rank 0 takes and answers for all of them."""
+    if r:
+        return peer_to_peer(bool(given[r]), bool(got[r]), given[r], got[r])
+    given, got = given[1:], got[1:]
+    return peer_to_peer(sum(1 for n in got if n), sum(1 for n in given if n), sum(got), sum(given))
+
+
+def chunks(n):
+    """How many messages a piece is that others add to theirs."""
+    return math.ceil(n / peers.CHUNK)
+
+
+def shares(n, ranks):
+    return [4 * count for count in even(n // 4, ranks)]
+
+
+def all_gather(n, r):
+    """``n`` are the bytes of each rank's piece, ``r`` is this rank."""
+    world, others = len(n), sum(n) - n[r]
+    if sum(n) <= plans.HUB_UP_TO:
+        if world > 2:
+            return through_hub(n, [sum(n)] * world, r)
+        return {"all_to_all_single": 1}, (world - 1) * n[r], others
+    return all_gather_in_pairs(n, r)
+
+
+def all_gather_in_pairs(n, r):
+    to, coming = len(n) - 1, sum(1 for rank, size in enumerate(n) if size and rank != r)
+    return peer_to_peer(to * bool(n[r]), coming, to * n[r], sum(n) - n[r])
+
+
+def reduce_scatter(n, r):
+    world, others = len(n), sum(n) - n[r]
+    if sum(n) <= plans.HUB_UP_TO and world > 2:
+        return through_hub([sum(n)] * world, n, r)
+    if max(n) <= plans.EXCHANGE_UP_TO:
+        return {"all_to_all_single": 1}, others, (world - 1) * n[r]
+    return reduce_scatter_in_pairs(n, r)
+
+
+def reduce_scatter_in_pairs(n, r):
+    world, others = len(n), sum(n) - n[r]
+    sends = sum(chunks(size) for rank, size in enumerate(n) if rank != r)
+    return peer_to_peer(sends, (world - 1) * chunks(n[r]), others, (world - 1) * n[r])
+
+
+def all_reduce(n, r):
+    if n[r] <= (plans.SUM_AT_HUB_UP_TO if len(n) > 2 else plans.SUM_OF_TWO_UP_TO):
+        return through_hub(n, n, r)
+    share = shares(n[r], len(n))
+    there, back = reduce_scatter_in_pairs(share, r), all_gather_in_pairs(share, r)
+    return Counter(there[0]) + Counter(back[0]), there[1] + back[1], there[2] + back[2]
+
+
+def broadcast(n, r):
+    """From rank 1."""
+    n, others = n[r], len(n) - 1
+    if others == 1 or (others + 1) * n <= plans.SENDS_UP_TO:
+        return ({"isend": others}, others * n, 0) if r == 1 else ({"irecv": 1}, 0, n)
+    if r == 1:
+        return {"isend": others}, n, 0
+    return peer_to_peer(others - 1, others, (others - 1) * shares(n, others)[max(0, r - 1)], n)
+
+
+def reduce(n, r):
+    """To rank 1."""
+    n, others = n[r], len(n) - 1
+    if others == 1 or (others + 1) * n <= plans.SENDS_UP_TO:
+        calls = {"irecv": others * chunks(n)} if r == 1 else {"isend": chunks(n)}
+        return calls, *((0, others * n) if r == 1 else (n, 0))
+    if r == 1:
+        return {"irecv": others}, 0, n
+    calls, _, received = reduce_scatter_in_pairs(shares(n, others), max(0, r - 1))
+    return Counter(calls) + Counter({"isend": 1}), n, received
+
+
+def gather(n, r):
+    sent, received = (0, sum(n) - n[r]) if r == 1 else (n[r], 0)
+    return {"all_to_all_single": 1}, sent, received
+
+
+def scatter(n, r):
+    calls, sent, received = gather(n, r)
+    return calls, received, sent
+
+
+def shift(n, r):
+    return {"all_to_all_single": 1}, n[r], n[r - 1]
+
+
+def shift_back(n, r):
+    return {"all_to_all_single": 1}, n[r - 1], n[r]
+
+
+def all_to_all(n, r):
+    """Every rank cuts a piece of ``n[r]`` rows for each other; here all have the same."""
+    others = n[r] // len(n) * (len(n) - 1)
+    if len(n) * n[r] > plans.HUB_UP_TO:
+        return peer_to_peer(len(n) - 1, len(n) - 1, others, others)
+    return through_hub(n, n, r) if len(n) > 2 else ({"all_to_all_single": 1}, others, others)
+
+
+def scan(n, r):
+    """By doubling the distance: what has a rank that far ahead, or behind, to go to."""
+    distances = [2**k for k in range(math.ceil(math.log2(len(n))))]
+    sent = sum(n[r] for d in distances if r + d < len(n))
+    return {"all_to_all_single": len(distances)}, sent, sum(n[r] for d in distances if r >= d)
+
+
+def scan_back(n, r):
+    calls, sent, received = scan(n, r)
+    return calls, received, sent
+
+
+def nothing(n, r):
+    return {}, 0, 0
+
+
+def held(rows, rank):
+    return torch.ones(rows[rank], ROW // 4, requires_grad=True)
+
+
+def whole(rows, _):
+    return torch.ones(sum(rows), ROW // 4, requires_grad=True)
+
+
+RAGGED = {
+    "all_gather": (held, lambda x, n: ag.all_gather(x, sizes=n), all_gather, reduce_scatter),
+    "all_gather, same": (
+        held,
+        lambda x, n: ag.all_gather(x, sizes=n, grad="same"),
+        all_gather,
+        nothing,
+    ),
+    "reduce_scatter": (
+        whole,
+        lambda x, n: ag.reduce_scatter(x, sizes=n),
+        reduce_scatter,
+        all_gather,
+    ),
+    "split": (whole, lambda x, n: ag.split(x, sizes=n), nothing, all_gather),
+    "gather": (held, lambda x, n: ag.gather(x, 1, sizes=n), gather, scatter),
+    "shift": (held, lambda x, n: ag.shift(x, sizes=n), shift, shift_back),
+}
+EQUAL = {
+    "all_reduce": (held, lambda x, _: ag.all_reduce(x), all_reduce, all_reduce),
+    "all_reduce, same": (held, lambda x, _: ag.all_reduce(x, grad="same"), all_reduce, nothing),
+    "share": (held, lambda x, _: ag.share(x), nothing, all_reduce),
+    "broadcast": (held, lambda x, _: ag.broadcast(x, 1), broadcast, reduce),
+    "reduce": (held, lambda x, _: ag.reduce(x, 1), reduce, broadcast),
+    "all_to_all": (
+        held,
+        lambda x, _: ag.all_to_all(x, send_sizes="equal"),
+        all_to_all,
+        all_to_all,
+    ),
+    "scan": (held, lambda x, _: ag.scan(x), scan, scan_back),
+}
+
+
+SIZES = {"small": 1, "medium": 10, "large": 4096}
+
+
+def rows_by_rank(world, size, ragged):
+    """A few rows, or more than what plans call small, or than what they call medium."""
+    rows, scale = ((2, 1, 3, 0), 1) if ragged else ((12,) * 4, 1 / 8 if size == "large" else 1)
+    return tuple(int(scale * SIZES[size]) * count for count in rows[:world])
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("name", "ragged"), [*((n, True) for n in RAGGED), *((n, False) for n in [*RAGGED, *EQUAL])]
+)
+def test_messages_and_bytes_follow_the_formulas(rank, world, name, ragged, size):
+    make, call, forward, backward = (RAGGED | EQUAL)[name]
+    rows = rows_by_rank(world, size, ragged)
+    n = [ROW * count for count in rows]
+    x = make(rows, rank)
+    with Traffic() as there:
+        y = call(x, rows)
+    with Traffic() as back:
+        y.backward(torch.ones_like(y))
+    assert there == forward(n, rank)
+    assert back == backward(n, rank)
+
+
+def test_sizes_reach_every_way():
+    """The sizes above are on all sides of the plans' limits."""
+    ways = {operation: set() for operation in plans.WAYS}
+    for world in (2, 3, 4):
+        for size in SIZES:
+            for ragged in (False, True):
+                n = [ROW * count for count in rows_by_rank(world, size, ragged)]
+                for name in ("all_gather", "reduce_scatter"):
+                    ways[name].add(getattr(plans, name)("gloo", n, 1, on_host=True))
+                for name in ("all_reduce", "all_to_all", "broadcast", "reduce"):
+                    if not ragged:
+                        ways[name].add(getattr(plans, name)("gloo", world, n[0], on_host=True))
+    assert ways == {
+        "all_gather": {"hub", "copies", "pairs"},
+        "reduce_scatter": {"hub", "exchange", "pairs"},
+        "all_reduce": {"hub", "shares"},
+        "all_to_all": {"hub", "turns", "backend", "pairs"},
+        "broadcast": {"sends", "shares"},
+        "reduce": {"sends", "shares"},
+    }
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "gather", "shift", "all_to_all"])
+def test_only_sizes_found_out_cost_an_exchange(rank, world, name):
+    rows = (12,) * world
+    x = whole(rows, rank) if name == "reduce_scatter" else held(rows, rank)
+    call = getattr(ag, name)
+    promise = {"send_sizes" if name == "all_to_all" else "sizes": "equal"}
+    with Traffic() as given:
+        call(x, **promise)
+    with Traffic() as found:
+        call(x)
+    calls, sent, received = exchange(world, rank)
+    if name == "all_to_all" and world > 2:  # whose blocks need not have one size then
+        assert found.calls == Counter({"all_to_all_single": 1}) + Counter(calls)
+        return
+    assert found.calls == given.calls + Counter(calls)
+    assert found.sent == given.sent + sent
+    assert found.received == given.received + received
+
+
+def exchange(world, rank):
+    """What finding sizes out costs: an all_to_all of equal blocks."""
+    return all_to_all([EXCHANGE * world] * world, rank)
+
+
+@pytest.mark.ranks(3)
+def test_a_nest_finds_its_sizes_out_in_one_exchange(rank, world):
+    xs = [torch.ones(rank + 1, ROW // 4) for _ in range(8)]
+    with Traffic() as nest:
+        ag.all_gather(xs)
+    calls, sent, received = exchange(world, rank)
+    pieces = all_gather([8 * ROW * (r + 1) for r in range(world)], rank)
+    assert nest == (Counter(calls) + Counter(pieces[0]), sent + pieces[1], received + pieces[2])
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of every new piece of memory that an operation makes, above a few hundred."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes, self.alive = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {self.place(x) for x in [*tree_leaves((args, kwargs)), *self.alive]}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if self.place(x) not in known and x.untyped_storage().nbytes() >= ROW:
+                known.add(self.place(x))
+                self.alive.append(x)  # kept, so that no other one gets the same address
+                self.nbytes.append(x.untyped_storage().nbytes())
+        return out
+
+    def place(self, x):
+        return x.untyped_storage().data_ptr() if isinstance(x, torch.Tensor) else None
+
+
+def allocated(call, x, rows):
+    with Allocations() as there:
+        y = call(x, rows)
+    g = torch.ones_like(y)
+    with Allocations() as back:
+        torch.autograd.grad(y, x, g)
+    return there.nbytes, back.nbytes
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("ragged", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+def test_memory_is_taken_for_the_result_alone_where_pieces_are_large(rank, world, size, ragged):
+    rows = rows_by_rank(world, size, ragged)
+    total, own = sum(rows) * ROW, rows[rank] * ROW
+    chunk = min(own, peers.CHUNK)
+    coming = min((world - 1) * chunks(own), peers.AHEAD // chunk) * chunk  # at once
+    summing = {
+        "hub": [own] if rank else [world * total, total, own],  # the hub has everyone's whole
+        "exchange": [world * own, own],
+        "pairs": [own, coming],
+    }[plans.reduce_scatter("gloo", [ROW * count for count in rows], 1, on_host=True)]
+    there, back = allocated(RAGGED["all_gather"][1], held(rows, rank), rows)
+    assert there == [total]
+    assert back == summing
+    there, back = allocated(RAGGED["reduce_scatter"][1], whole(rows, rank), rows)
+    assert there == summing
+    assert back == [total]
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_to_all"])
+def test_little_memory_beside_the_result(rank, world, name, size):
+    rows = rows_by_rank(world, size, ragged=False)
+    there, back = allocated(EQUAL[name][1], held(rows, rank), rows)
+    own = rows[rank] * ROW
+    way = getattr(plans, name)("gloo", world, own, on_host=True)
+    if name == "broadcast":
+        share = own // (world - 1)
+        alone, adding = way == "shares", [share, (world - 2) * share, own]
+        assert there == [own]
+        assert rank == 1 or back == (adding if alone else [own])  # zeros last
+        assert rank != 1 or back == ([own] if alone else [own, (world - 1) * own])
+        return
+    want = [own]
+    if way == "shares":
+        want = [own, (world - 1) * shares(own, world)[rank]]
+    if way == "hub" and rank == 0:  # which has everyone's pieces, and what it makes of them
+        want = [world * own, own] if name == "all_reduce" else [own, world * own, world * own]
+    assert there == back == want
+
+
+@pytest.mark.ranks(3)
+def test_another_dim_costs_one_copy(rank, world):
+    columns = torch.ones(ROW, rows_by_rank(world, "large", True)[rank] // 4, requires_grad=True)
+    there, _ = allocated(lambda x, _: ag.all_gather(x, 1), columns, None)
+    large = [n for n in there if n > EXCHANGE * world**2]
+    assert len(large) == 2  # what comes in, and the joined pieces
+    assert large[0] == large[1]
+
+
+@pytest.mark.ranks(3)
+def test_a_way_can_be_forced_for_experiments(rank):
+    x = torch.ones(4)
+    with Traffic() as traffic, plans.using(all_gather="broadcasts"):
+        ag.all_gather(x, sizes="equal")
+        with plans.using(all_gather="backend"):
+            ag.all_gather(x, sizes="equal")
+        ag.all_gather(x, sizes="equal")
+    assert traffic.calls == {"broadcast": 6, "all_gather_into_tensor": 1}
+    with Traffic() as traffic:
+        ag.all_gather(x, sizes="equal")
+    assert traffic == through_hub([16] * 3, [48] * 3, rank)
+    for wrong in ({"all_gather": "pigeons"}, {"scan": "backend"}):
+        with pytest.raises(InputError, match="has no way"), plans.using(**wrong):
+            pass
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("size", SIZES)
+def test_messages_do_not_meet_those_of_the_caller(rank, world, size):
+    """What the caller has begun to send and receive itself is still under way."""
+    rows = rows_by_rank(world, size, ragged=False)
+    x = torch.full((rows[rank], ROW // 4), 1.0 + rank)
+    theirs = [torch.empty_like(x) for _ in range(world)]
+    works = [dist.irecv(theirs[r], r) for r in range(world) if r != rank]
+    assert (ag.all_reduce(x) == 6).all()
+    assert (ag.broadcast(x, 1) == 2).all()
+    assert ag.all_gather(x, sizes="equal")[:: rows[0], 0].tolist() == [1, 2, 3]
+    assert (ag.reduce_scatter(x, sizes="equal") == 6).all()
+    works += [dist.isend(x * 10, r) for r in range(world) if r != rank]
+    for work in works:
+        work.wait()
+    assert all((theirs[r] == 10 * (r + 1)).all() for r in range(world) if r != rank)

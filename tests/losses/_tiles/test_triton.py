@@ -1,0 +1,167 @@
+"""Losses on a CUDA device against the formula in float64, at sizes that fill no tile evenly."""
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from allgrad.losses import clip_loss, info_nce, reference, siglip_loss
+from allgrad.losses._tiles import torch as tiles
+from losses.pairs import SATURATED, saturated
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+NEAR = {torch.bfloat16: 3e-3, torch.float16: 1e-3, torch.float32: 3e-5}
+LOSSES = {
+    "clip": (clip_loss, reference.clip, 14.3, {}),
+    "clip, sharp": (clip_loss, reference.clip, 100.0, {}),
+    "clip, smoothed": (clip_loss, reference.clip, 20.0, {"label_smoothing": 0.1}),
+    "info_nce": (info_nce, reference.info_nce, 20.0, {}),
+    "siglip": (siglip_loss, reference.siglip, 10.0, {}),
+}
+
+
+def features(pairs, width, dtype, length=1.0):
+    generator = torch.Generator().manual_seed(pairs + width)
+    image = normalize(torch.randn(pairs, width, generator=generator), dim=1)
+    other = normalize(torch.randn(pairs, width, generator=generator), dim=1)
+    text = normalize(image / 10 + other, dim=1)  # alike, but no loss of zero
+    return (length * image).to(dtype), (length * text).to(dtype)
+
+
+def check(name, pairs, width, dtype, length=1.0):
+    loss, formula, scale, options = LOSSES[name]
+    numbers = [torch.tensor(scale), *([torch.tensor(-9.5)] if name == "siglip" else [])]
+    negatives = [features(77, width, dtype)[0]] if name == "info_nce" else []
+    given = [*features(pairs, width, dtype, length), *numbers, *negatives]
+    exact = [x.double().requires_grad_() for x in given]
+    want = formula(*exact, **options)
+    want.backward()
+    given = [x.cuda().requires_grad_() for x in given]
+    got = loss(*given, **options)
+    got.backward()
+    torch.testing.assert_close(got.double().cpu(), want, rtol=1e-4, atol=1e-4)
+    for x, y in zip(given, exact, strict=True):
+        error = (x.grad.double().cpu() - y.grad).norm() / y.grad.norm()
+        zero = y.grad.norm() < 1e-6 and x.grad.norm() < 1e-4  # one pair has nothing to learn
+        # The scale's is a sum that cancels; rounded weights average out over many pairs only.
+        near = NEAR[dtype] * (10 if pairs == 1 and x.dim() == 0 else 1)
+        assert zero or error < near, name
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("name", LOSSES)
+def test_value_and_gradients(name, dtype):
+    for pairs, width in ((1, 64), (130, 64), (1031, 100), (700, 771), (513, 2048)):
+        check(name, pairs, width, dtype)
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+def test_sigmoids_of_scores_on_both_sides(dtype):
+    """Long features have scores above zero too, where most of the loss then is."""
+    for pairs, width in ((130, 64), (1031, 100)):
+        check("siglip", pairs, width, dtype, length=3.0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_panels_that_fit_nothing_evenly(name, monkeypatch):
+    from allgrad.losses._tiles import triton as cuda_tiles
+
+    monkeypatch.setattr(cuda_tiles.CudaTiles, "panel", 264)
+    monkeypatch.setattr(cuda_tiles.CudaTiles, "sums_panel", 392)
+    monkeypatch.setattr(cuda_tiles, "_WIDTHS", {2**25: 528})
+    check(name, 1031, 100, torch.bfloat16)
+    check(name, 800, 64, torch.float16)
+
+
+def test_scores_too_far_apart_for_one_exp():
+    """Long features have scores far under the bound: the kernels for any range must step in."""
+    from allgrad.losses._tiles.triton import CudaTiles
+
+    image, text = (x.cuda() for x in features(300, 64, torch.bfloat16, length=9.0))
+    image[:7] *= 10
+    scores = CudaTiles(image, text, torch.tensor(3.0, device="cuda"), first_pair=0)
+    rows, columns = scores.lse(columns=True)
+    assert scores.facts[3] != 0
+    three = torch.tensor(3.0).double().cuda()
+    exact = tiles.Tiles(image.double(), text.double(), three, first_pair=0)
+    for got, want in zip((rows, columns), exact.lse(columns=True), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
+    check("clip", 300, 64, torch.bfloat16, length=9.0)
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("pairs", [2, 129, 300])
+def test_tiny_loss_of_saturated_scores_keeps_its_digits(pairs, dtype):
+    """129 pairs leave a tile with a single column: its pair's row has nothing to sum there."""
+    for name, (loss, formula, numbers) in SATURATED.items():
+        for longest in (1, 4):
+            given = saturated((pairs,), dtype, width=256)
+            if name != "siglip":  # a long pair makes room for the kernels of any range
+                given = [torch.cat([longest * x[:1], x[1:]]) for x in given]
+            want = formula(*(x.double() for x in given), *numbers)
+            assert 0 < want < 1e-4
+            got = loss(*(x.cuda() for x in given), *numbers)
+            torch.testing.assert_close(got.double().cpu(), want, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_feature_that_is_no_number_is_not_hidden(name, value):
+    """NaN is left out of the largest norm, but not of the scores."""
+    loss, _, scale, options = LOSSES[name]
+    image, text = (x.cuda() for x in features(300, 64, torch.bfloat16))
+    image[5, 7] = value
+    numbers = [scale, *([-9.5] if name == "siglip" else [])]
+    assert not loss(image, text, *numbers, **options).isfinite()
+
+
+def test_no_scores_at_all():
+    from allgrad.losses._tiles.triton import CudaTiles
+
+    none = torch.empty(0, 64, dtype=torch.bfloat16, device="cuda")
+    some = torch.ones(3, 64, dtype=torch.bfloat16, device="cuda")
+    rows, columns = CudaTiles(none, some, torch.tensor(1.0, device="cuda")).lse(columns=True)
+    assert rows.shape == (0,)
+    assert columns.tolist() == [-torch.inf] * 3
+
+
+def test_memory_is_far_below_the_matrix_of_scores():
+    pairs = 65536
+    image, text = (x.cuda().requires_grad_() for x in features(pairs, 64, torch.bfloat16))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    clip_loss(image, text, 20.0, sizes="equal").backward()
+    assert torch.cuda.max_memory_allocated() - before < pairs**2 // 8
+
+
+def test_large_loss_scale_keeps_small_gradients_of_float16():
+    image, text = features(1000, 64, torch.float16)
+    exact = [x.double().requires_grad_() for x in (image, text)]
+    (2.0**16 * reference.siglip(*exact, 10.0, -10.0)).backward()
+    given = [x.cuda().requires_grad_() for x in (image, text)]
+    (2.0**16 * siglip_loss(*given, 10.0, -10.0)).backward()
+    for x, y in zip(given, exact, strict=True):
+        assert (x.grad.double().cpu() - y.grad).norm() / y.grad.norm() < 1e-3
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_ranks_that_share_a_device(rank, name, ring):
+    """Over Gloo, several steps: messages and kernels on streams of their own keep their order."""
+    loss, formula, scale, _ = LOSSES[name]
+    counts = (900, 700)
+    numbers = [torch.tensor(scale), *([torch.tensor(-9.5)] if name == "siglip" else [])]
+    whole = [*features(sum(counts), 96, torch.bfloat16), *numbers]
+    exact = [x.double().requires_grad_() for x in whole]
+    want = formula(*exact)
+    want.backward()
+    own = [x.split(counts)[rank] if x.dim() else x for x in whole]
+    for _ in range(3):
+        given = [x.cuda().requires_grad_() for x in own]
+        got = loss(*given, grads="sum", ring=ring)
+        got.backward()
+        torch.testing.assert_close(got.double().cpu(), want, rtol=1e-4, atol=1e-4)
+        for x, y in zip(given[:2], exact[:2], strict=True):
+            mine = y.grad.split(counts)[rank]
+            assert (x.grad.double().cpu() - mine).norm() / mine.norm() < NEAR[torch.bfloat16]

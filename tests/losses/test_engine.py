@@ -1,0 +1,238 @@
+"""Every loss on real ranks against the formula in one process: values and all gradients."""
+
+import pytest
+import torch
+
+import allgrad as ag
+from allgrad.errors import ModeError
+from allgrad.losses import _key_blocks as blocks
+from allgrad.losses import clip_loss, info_nce, siglip_loss
+from allgrad.losses._tiles import torch as tiles
+from counting import Counted
+from exactness import place
+from losses.pairs import LOSSES, NEGATIVES, PAIRS, SATURATED, batch, saturated
+from places import on
+
+TIGHT = {"rtol": 1e-10, "atol": 1e-14}
+
+
+def check(group, name, kind, grads="mean", tile=None, **more):
+    loss, formula, options = LOSSES[name]
+    rank, world = place(group)
+    counts = PAIRS[kind][:world]
+    wanted = batch(name, counts)
+    want = formula(*wanted, **options)
+    want.backward()
+
+    given = batch(name, counts, rank)
+    usual, tiles.TILE = tiles.TILE, tile or tiles.TILE
+    got = loss(*given, group=group, grads=grads, **options, **more)
+    torch.testing.assert_close(got, want, **TIGHT)
+    got.backward()
+    tiles.TILE = usual
+    factor = world if grads == "mean" else 1
+    for number, (x, whole) in enumerate(zip(given, wanted, strict=True)):
+        if x.dim():
+            sizes = NEGATIVES[:world] if number == 3 else counts
+            want = factor * whole.grad.split(list(sizes))[rank]
+            torch.testing.assert_close(x.grad, want, **TIGHT)
+        else:  # each rank has its part of the scale's; the wrapper adds them up
+            total = ag.all_reduce(x.grad, group=group) / factor
+            torch.testing.assert_close(total, whole.grad, **TIGHT)
+
+
+def check_all(group, kind):
+    for name in LOSSES:
+        check(group, name, kind)
+
+
+@pytest.mark.parametrize("where", ["no world", "ranks 1 and 3 of 4", "mesh of 3"])
+def test_loss_of_all_pairs_and_its_gradient(where):
+    on(where, check_all, "ragged")
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_ragged_and_empty_batches(rank, world, kind):
+    for name in LOSSES:
+        check(None, name, kind)
+        check(None, name, kind, grads="sum")
+
+
+@pytest.mark.parametrize("kind", ["ragged", "empty"])
+@pytest.mark.ranks(2, 3, 4)
+def test_ring_is_the_same(rank, world, kind):
+    for name in LOSSES:
+        check(None, name, kind, ring=True)
+
+
+@pytest.mark.ranks(3)
+def test_ring_is_chosen_when_the_budget_is_small(rank, world):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "Gathered", None)  # whoever gathers fails
+        for name in LOSSES:
+            check(None, name, "ragged", budget=100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "Ring", None)
+        for name in LOSSES:
+            check(None, name, "ragged")
+
+
+@pytest.mark.parametrize("tile", [(1, 1), (2, 3), (3, 2), (5, 4)])
+@pytest.mark.ranks(1, 3)
+def test_tiles_that_fit_nothing_evenly(rank, world, tile):
+    for name in LOSSES:
+        check(None, name, "ragged", tile=tile)
+        check(None, name, "empty", tile=tile, ring=True)
+
+
+@pytest.mark.ranks(3)
+def test_sizes_given_spare_a_message(rank, world):
+    for name, (loss, _, options) in LOSSES.items():
+        check(None, name, "ragged", sizes=PAIRS["ragged"][:world])
+        check(None, name, "equal", sizes="equal")
+        messages = []
+        for sizes in (None, "equal", PAIRS["equal"][:world]):
+            with Counted() as calls:
+                loss(*batch(name, PAIRS["equal"][:world], rank), sizes=sizes, **options)
+            messages.append(len(calls))
+        spared = 0 if loss is info_nce else 1  # how many negatives there are must be told
+        assert [messages[0] - n for n in messages] == [0, spared, spared], name
+
+
+@pytest.mark.ranks(3)
+def test_rank_without_gradient_takes_part(rank, world):
+    for name, (loss, _, options) in LOSSES.items():
+        want = batch(name, PAIRS["ragged"][:world], rank)
+        loss(*want, **options).backward()
+        given = batch(name, PAIRS["ragged"][:world], rank)
+        if rank == 1:
+            given = [x.detach() for x in given]
+        loss(*given, **options).backward()
+        if rank != 1:
+            for x, y in zip(given, want, strict=True):
+                torch.testing.assert_close(x.grad, y.grad, **TIGHT)
+
+
+@pytest.mark.ranks(3)
+def test_frozen_towers_have_no_gradient(rank, world):
+    for name, (loss, _, options) in LOSSES.items():
+        for frozen in range(2):
+            want = batch(name, PAIRS["ragged"][:world], rank)
+            loss(*want, **options).backward()
+            given = batch(name, PAIRS["ragged"][:world], rank)
+            given[frozen].requires_grad_(False)
+            loss(*given, **options).backward()
+            assert given[frozen].grad is None
+            for number in {0, 1, 2} - {frozen}:
+                torch.testing.assert_close(given[number].grad, want[number].grad, **TIGHT)
+
+
+@pytest.mark.ranks(3)
+def test_ranks_may_weigh_the_loss_differently(rank, world):
+    """Each rank's gradient is that of the sum over ranks of weight times loss."""
+    for name, (loss, formula, options) in LOSSES.items():
+        counts = PAIRS["ragged"][:world]
+        wanted = batch(name, counts)
+        (6 * formula(*wanted, **options)).backward()
+        given = batch(name, counts, rank)
+        ((rank + 1) * loss(*given, **options)).backward()
+        want = wanted[0].grad.split(list(counts))[rank]
+        torch.testing.assert_close(given[0].grad, want, **TIGHT)
+
+
+@pytest.mark.ranks(2)
+def test_no_graph_without_grad_mode(rank, world):
+    for name, (loss, formula, options) in LOSSES.items():
+        counts = PAIRS["ragged"][:world]
+        with torch.no_grad():
+            got = loss(*batch(name, counts, rank), **options)
+        assert not got.requires_grad
+        torch.testing.assert_close(got, formula(*batch(name, counts), **options).detach(), **TIGHT)
+
+
+@pytest.mark.ranks(2)
+def test_second_derivative_is_refused(rank, world):
+    for name, (loss, _, options) in LOSSES.items():
+        given = batch(name, PAIRS["ragged"][:world], rank)
+        (first,) = torch.autograd.grad(loss(*given, **options), given[0], create_graph=True)
+        with pytest.raises(ModeError, match="first derivative only"):
+            (first.square().sum() + given[0].sum()).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.ranks(3)
+def test_sums_of_narrow_features_are_kept_in_float32(rank, world, dtype):
+    for name, (loss, formula, options) in LOSSES.items():
+        counts = PAIRS["ragged"][:world]
+        wanted = [x.detach().double().requires_grad_() for x in batch(name, counts, dtype=dtype)]
+        want = formula(*wanted, **options)
+        want.backward()
+        given = batch(name, counts, rank, dtype=dtype)
+        got = loss(*given, **options)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=0)
+        got.backward()
+        assert given[0].grad.dtype == given[2].grad.dtype == dtype
+        eps = torch.finfo(dtype).eps
+        near = {"rtol": 4 * eps, "atol": max(eps / 4, 2e-6)}
+        for x, whole in zip(given[:2], wanted[:2], strict=True):
+            mine = 3 * whole.grad.split(list(counts))[rank]
+            torch.testing.assert_close(x.grad.double(), mine, **near)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.ranks(1, 3)
+def test_tiny_loss_of_saturated_scores_keeps_its_digits(rank, world, dtype):
+    """And so do its gradients, which hang on the same differences at the pairs."""
+    counts = (7, 2, 4)[:world]
+    lift = 2.0**30  # as the scale of a loss does, against float16's smallest number
+    for loss, formula, numbers in SATURATED.values():
+        joined = saturated(counts, dtype)
+        wanted = [x.double().requires_grad_() for x in (*joined, *map(torch.tensor, numbers))]
+        want = formula(*wanted)
+        assert 0 < want < 1e-5
+        (lift * want).backward()
+        given = [x.detach().split(list(counts))[rank].clone() for x in joined]
+        given = [x.requires_grad_() for x in given]
+        given += [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in numbers]
+        for ring in (False, True):
+            for x in given:
+                x.grad = None
+            got = loss(*given, grads="sum", ring=ring)
+            near = 1e-10 if dtype == torch.float64 else 2e-5
+            torch.testing.assert_close(got.double(), want, rtol=near, atol=0)
+            (lift * got).backward()
+            for number, (x, whole) in enumerate(zip(given, wanted, strict=True)):
+                part = whole.grad.split(list(counts))[rank] if number < 2 else whole.grad
+                mine = x.grad.double() if number < 2 else ag.all_reduce(x.grad.double())
+                near = 1e-9 if dtype == torch.float64 else max(4 * torch.finfo(dtype).eps, 1e-4)
+                assert (mine - part).norm() <= near * part.norm(), (formula, number)
+
+
+def test_scores_far_apart_overflow_nothing():
+    image = torch.tensor([[1000.0], [-1000.0]], requires_grad=True)
+    text = torch.tensor([[1000.0], [-900.0]], requires_grad=True)
+    for loss in (clip_loss, info_nce, siglip_loss):
+        value = loss(image, text, 1.0)
+        value.backward()
+        assert value.item() == 0
+        assert image.grad.isfinite().all()
+
+
+def test_a_number_may_be_a_float_or_a_vector_of_one():
+    image, text, scale = batch("clip", (5,))
+    want = clip_loss(image, text, scale)
+    for other in (7.5, scale.reshape(1), scale.to(torch.float32)):
+        torch.testing.assert_close(clip_loss(image, text, other), want)
+    vector = scale.detach().reshape(1).requires_grad_()
+    clip_loss(image, text, vector).backward()
+    assert vector.grad.shape == (1,)
+
+
+def test_autocast_leaves_the_products_alone():
+    image, text, scale = batch("clip", (40,), dtype=torch.float32, width=64)
+    want = clip_loss(image, text, scale)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = clip_loss(image, text, scale)
+    assert torch.equal(got, want)
