@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from allgrad._core.torch_internals import backend_timeout
-from allgrad._wire.groups import world_rank, world_store
+from allgrad._wire.groups import name_of, world_rank, world_store
 from allgrad.errors import AllgradError, InputError, RankLate, RankLost, RankRaised, rank_table
 
 if TYPE_CHECKING:
@@ -316,7 +316,7 @@ def introduce(group: Group) -> None:
 
 def remember(group: Group, rank: int, words: str) -> None:
     """Keep what a rank last agreed on, to show it if it does not come again."""
-    _LAST_WORDS[group.name, rank] = words
+    _LAST_WORDS[name_of(group), rank] = words
 
 
 def _present(group: Group, store: Any) -> dict[int, tuple[float, str]]:
@@ -356,7 +356,7 @@ def raised_on(group: Group, rank: int, text: str) -> RankRaised:
 
 def _about(group: Group, store: Any, rank: int) -> str:
     """What can be said of a rank that does not answer."""
-    last = _LAST_WORDS.get((group.name, rank))
+    last = _LAST_WORDS.get((name_of(group), rank))
     after = f"; last agreed on {last}" if last else ""
     key = f"allgrad/who/{rank}"
     if not store.check([key]):

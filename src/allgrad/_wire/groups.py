@@ -30,6 +30,7 @@ __all__ = [
     "call_site",
     "describe_calls",
     "message_device",
+    "name_of",
     "reference",
     "resolve",
     "world_rank",
@@ -68,12 +69,6 @@ class Group(NamedTuple):
         """The ranks of the group as the whole world counts them."""
         return dist.get_process_group_ranks(self.process_group)
 
-    @property
-    def name(self) -> str:
-        """What functional ops call the group."""
-        name: str = self.process_group.group_name
-        return name
-
     def backend(self, device: torch.device) -> str:
         """Name the backend that carries tensors of this device."""
         try:
@@ -84,6 +79,18 @@ class Group(NamedTuple):
                 f"no {device.type} tensors.\nMove the tensor, or start the group with a backend "
                 f"for {device.type}."
             ) from error
+
+
+def name_of(group: Group) -> str:
+    """What functional ops call the group.
+
+    A function, for TorchDynamo 2.9 traces no property of a named tuple.
+    """
+    held: Any = group.held
+    if isinstance(held, weakref.ref):
+        held = held()
+    name: str = held.group_name
+    return name
 
 
 @lru_cache(maxsize=256)

@@ -18,7 +18,7 @@ from torch import Tensor
 from allgrad._core import call_queue as departures
 from allgrad._wire import eager as moves
 from allgrad._wire import graph_ops as graph_wire
-from allgrad._wire.groups import Group, GroupLike, message_device, resolve
+from allgrad._wire.groups import Group, GroupLike, message_device, name_of, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,7 +74,7 @@ def all_reduce(group: Group, x: Tensor, *, scratch: bool = False) -> Tensor:
     if _stays_here(group, x):
         return x if scratch else x.clone()
     if graph_wire.in_graph(x):
-        return _flattened(x, lambda flat: graph_wire.all_reduce(flat, group.name))
+        return _flattened(x, lambda flat: graph_wire.all_reduce(flat, name_of(group)))
     planned = Planned("all_reduce", x.dtype, x.device, x.numel())
     return _in_turn(group, planned, moves.all_reduce, x, scratch)
 
@@ -86,7 +86,7 @@ def broadcast(group: Group, x: Tensor, src: int) -> Tensor:
     if _stays_here(group, x):
         return x.clone()
     if graph_wire.in_graph(x):
-        return _flattened(x, lambda flat: graph_wire.broadcast(flat, src, group.name))
+        return _flattened(x, lambda flat: graph_wire.broadcast(flat, src, name_of(group)))
     planned = Planned("broadcast", x.dtype, x.device, x.numel(), src)
     return _in_turn(group, planned, moves.broadcast, x, src)
 
@@ -111,7 +111,7 @@ def reduce(group: Group, x: Tensor, dst: int) -> Tensor:
         return x.clone()
     if graph_wire.in_graph(x):
         return _flattened(
-            x, lambda flat: graph_wire.reduce(flat, dst, group.rank, group.size, group.name)
+            x, lambda flat: graph_wire.reduce(flat, dst, group.rank, group.size, name_of(group))
         )
     planned = Planned("reduce", x.dtype, x.device, x.numel(), dst)
     return _in_turn(group, planned, moves.reduce, x, dst)
@@ -129,7 +129,7 @@ def all_to_all(
     if _stays_here(group, x):
         return x.clone() if group.size == 1 else x.new_empty((sum(receive), *x.shape[1:]))
     if graph_wire.in_graph(x):
-        return graph_wire.all_to_all(x, send, receive, group.name)
+        return graph_wire.all_to_all(x, send, receive, name_of(group))
     counts = _in_elements(x, send), _in_elements(x, receive)
     planned = Planned("all_to_all", x.dtype, x.device, 0, -1, *counts)
     return _in_turn(group, planned, moves.all_to_all, x, send, receive, equal)
@@ -142,7 +142,7 @@ def all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
     if _stays_here(group, x):
         return x.clone() if group.size == 1 else x.new_empty((sum(counts), *x.shape[1:]))
     if graph_wire.in_graph(x):
-        return graph_wire.all_gather(x, counts, group.name)
+        return graph_wire.all_gather(x, counts, name_of(group))
     planned = Planned("all_gather", x.dtype, x.device, 0, -1, _in_elements(x, counts))
     return _in_turn(group, planned, moves.all_gather, x, counts)
 
@@ -154,7 +154,7 @@ def reduce_scatter(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
     if _stays_here(group, x):
         return x.clone() if group.size == 1 else x.new_empty((counts[group.rank], *x.shape[1:]))
     if graph_wire.in_graph(x):
-        return graph_wire.reduce_scatter(x, counts, group.rank, group.name)
+        return graph_wire.reduce_scatter(x, counts, group.rank, name_of(group))
     planned = Planned("reduce_scatter", x.dtype, x.device, 0, -1, _in_elements(x, counts))
     return _in_turn(group, planned, moves.reduce_scatter, x, counts)
 

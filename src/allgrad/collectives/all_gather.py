@@ -10,6 +10,7 @@ from allgrad._core import reductions
 from allgrad._core.partition import Cut, apart, plain, together
 from allgrad._wire import graph_ops as graph_wire
 from allgrad._wire import primitives as wire
+from allgrad._wire.groups import name_of
 from allgrad.collectives._inputs import (
     Grad,
     Nest,
@@ -247,10 +248,12 @@ def once_pair(ranks: Group, cut: Cut) -> AdjointPair:
 
     def gather_once(xs: Sequence[Tensor]) -> list[Tensor]:
         counts = cut.counts(xs)
-        return cut.join(graph_wire.gather_once(together(xs), counts, ranks.rank, ranks.name), xs)
+        return cut.join(
+            graph_wire.gather_once(together(xs), counts, ranks.rank, name_of(ranks)), xs
+        )
 
     def keep_block(xs: Sequence[Tensor]) -> list[Tensor]:
-        flat = graph_wire.keep_block(cut.lay_out(xs), cut.counts(xs), ranks.rank, ranks.name)
+        flat = graph_wire.keep_block(cut.lay_out(xs), cut.counts(xs), ranks.rank, name_of(ranks))
         return apart(flat, cut.shapes(xs, ranks.rank))
 
     traced = (gather_once, keep_block) if ranks.size > 1 else None

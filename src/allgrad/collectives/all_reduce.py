@@ -11,6 +11,7 @@ from allgrad._core import reductions
 from allgrad._core.partition import Cut, apart_like, even, together, whole
 from allgrad._wire import graph_ops as graph_wire
 from allgrad._wire import primitives as wire
+from allgrad._wire.groups import name_of
 from allgrad.collectives._inputs import Grad, Nest, check_grad, shapes, take, way_to_run
 from allgrad.collectives._pair_cache import recall, remember
 from allgrad.collectives.all_gather import gather_pair, once_pair, reduce_pieces
@@ -126,10 +127,10 @@ def _once_pair(ranks: Group, divided_by: int) -> AdjointPair:
         return [x if divided_by == 1 else x / divided_by for x in xs]
 
     def reduce_once(xs: Sequence[Tensor]) -> list[Tensor]:
-        return _divided(graph_wire.sum_once(together(xs), ranks.name), xs, divided_by)
+        return _divided(graph_wire.sum_once(together(xs), name_of(ranks)), xs, divided_by)
 
     def share(xs: Sequence[Tensor]) -> list[Tensor]:
-        return _divided(graph_wire.share(together(xs), ranks.name), xs, divided_by)
+        return _divided(graph_wire.share(together(xs), name_of(ranks)), xs, divided_by)
 
     traced = (reduce_once, share) if ranks.size > 1 else None
     reduce = partial(_reduced, ranks, divided_by)

@@ -12,6 +12,7 @@ from allgrad._core import reductions
 from allgrad._core.partition import Cut, apart_like, together, whole
 from allgrad._wire import graph_ops as graph_wire
 from allgrad._wire import primitives as wire
+from allgrad._wire.groups import name_of
 from allgrad.collectives._inputs import (
     Grad,
     Nest,
@@ -139,11 +140,11 @@ def _once_pair(ranks: Group, src: int) -> AdjointPair:
         return [x.clone() if ranks.rank == src else torch.zeros_like(x) for x in xs]
 
     def send_once(xs: Sequence[Tensor]) -> list[Tensor]:
-        flat = graph_wire.broadcast_once(together(xs), src, ranks.name)
+        flat = graph_wire.broadcast_once(together(xs), src, name_of(ranks))
         return apart_like(flat, xs)
 
     def keep_on(xs: Sequence[Tensor]) -> list[Tensor]:
-        flat = graph_wire.keep_on(together(xs), src, ranks.name)
+        flat = graph_wire.keep_on(together(xs), src, name_of(ranks))
         return apart_like(flat, xs)
 
     traced = (send_once, keep_on) if ranks.size > 1 else None

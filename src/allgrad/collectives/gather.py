@@ -138,7 +138,7 @@ def scatter(
 def _is_known(ranks: Group, taken: Taken[Any], sizes: Sizes) -> bool:
     """Tell whether every rank knows what it gets without being told."""
     given = sizes is not None and not isinstance(sizes, str)
-    return ranks.size == 1 or (given and bool(taken.tensors))
+    return ranks.size == 1 or (given and len(taken.tensors) > 0)
 
 
 def _told(ranks: Group, taken: Taken[Any], cut: Cut, src: int) -> tuple[Taken[Any], Cut]:
