@@ -56,7 +56,7 @@ def together(xs: Sequence[Tensor]) -> Tensor:
 
 def whole(xs: Sequence[Tensor]) -> Tensor:
     """The same for what is not cut: a single tensor keeps its shape, for a view costs time too."""
-    if len(xs) == 1 and type(xs[0]) in _PLAIN and not is_dynamo_compiling():
+    if not is_dynamo_compiling() and len(xs) == 1 and type(xs[0]) in _PLAIN:
         return plain(xs[0])
     return together(xs)
 
@@ -116,7 +116,7 @@ class Cut:
         """Tell whether what travels is a single tensor as it is, counted in rows."""
         if len(xs) > 1 or self.dims[0] != 0:
             return False
-        return type(xs[0]) in _PLAIN and not is_dynamo_compiling()
+        return not is_dynamo_compiling() and type(xs[0]) in _PLAIN
 
     def counts(self, xs: Sequence[Tensor]) -> Sequence[int]:
         """What belongs to each rank, all tensors together: elements, or rows of a single tensor."""

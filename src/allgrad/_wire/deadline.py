@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allgrad._core.torch_internals import backend_timeout
+from allgrad._core.torch_internals import backend_timeout, group_store
 from allgrad._wire.groups import name_of, world_rank, world_store
 from allgrad.errors import AllgradError, InputError, RankLate, RankLost, RankRaised, rank_table
 
@@ -254,7 +254,7 @@ def explain(group: Group, error: RuntimeError, waited: float) -> Exception:
 
 
 def _roll_call(group: Group, trouble: str, waited: float) -> Exception:
-    store = group.process_group.get_group_store()
+    store = group_store(group.process_group)
     store.set(f"allgrad/roll/{group.rank}", f"{waited:.3f} {trouble}")
     until = time.monotonic() + _ROLL_CALL_SECONDS
     while True:
@@ -309,7 +309,7 @@ def introduce(group: Group) -> None:
     if group.held not in _INTRODUCED:
         _INTRODUCED.add(group.held)
         with contextlib.suppress(RuntimeError):
-            store = group.process_group.get_group_store()
+            store = group_store(group.process_group)
             store.delete_key(f"allgrad/roll/{group.rank}")
             store.set(f"allgrad/who/{group.rank}", f"{os.getpid()} {socket.gethostname()}")
 

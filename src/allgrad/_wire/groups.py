@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from allgrad._core.torch_internals import backend_device_types, backend_for
+from allgrad._core.torch_internals import backend_device_types, backend_for, group_store
 from allgrad.errors import GroupError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _backend_name(held: Any, device: torch.device) -> str:
 def world_store() -> Any:
     """Where all ranks of the world can leave word for each other; ``None`` without a world."""
     world = dist.group.WORLD if dist.is_initialized() else None
-    return None if world is None else world.get_group_store()
+    return None if world is None else group_store(world)
 
 
 def world_rank() -> int:
