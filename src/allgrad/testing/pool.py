@@ -33,6 +33,16 @@ _START_LIMIT = 120.0  # importing torch on a busy machine
 _ENTER_LIMIT = 20.0  # connecting takes milliseconds; leaving may wait for an abandoned call
 
 
+# Without the current directory, whose files could have the names of modules: `python -P`, new in
+# Python 3.11.
+_RUN_WORKER = """
+import sys
+sys.path[:] = filter(None, sys.path)
+from allgrad.testing.worker import main
+main()
+"""
+
+
 class Worker:
     """One process and the line to it."""
 
@@ -47,7 +57,7 @@ class Worker:
         }
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-P", "-m", "allgrad.testing.worker", *map(str, descriptors)],
+                [sys.executable, "-c", _RUN_WORKER, *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
                 env=environment,

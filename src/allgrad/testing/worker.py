@@ -1,4 +1,4 @@
-"""The program of one rank: ``python -m allgrad.testing.worker LINE NOTES``.
+"""The program of one rank, which the pool starts with two file descriptors: the line, and the notes.
 
 ``LINE`` is the socket to the caller, ``NOTES`` a file for stacks. The process serves ``Enter`` and
 ``Call`` messages until the line closes, and ends at once when it does, whatever it is doing then.
@@ -103,7 +103,3 @@ def _end_with(line: int) -> None:
     poller.register(line, 0)
     poller.poll()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
