@@ -125,6 +125,41 @@ def test_an_encoder_of_one_tensor_and_a_scale_of_the_loss():
         torch.testing.assert_close(p.grad, q, **NEAR)
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+@pytest.mark.parametrize("counts", [(3, 2), (1, 4), (2, 1, 0), (1,)])
+def test_scale_of_one_element_is_not_joined(shape, counts):
+    class Shaped(Towers):
+        def forward(self, pair):
+            image, text, scale = super().forward(pair)
+            return image, text, scale.reshape(shape)
+
+    plain, model = Towers(), Shaped()
+    want = clip_loss(*plain(joined(pairs(counts, 0))))
+    want.backward()
+    got = grad_cache_step(model, pairs(counts, 0), clip_loss)
+    torch.testing.assert_close(got, want.detach(), **NEAR)
+    same_gradients(model, plain)
+
+
+def test_values_of_single_rows_are_joined():
+    """Shape (1,) in every micro-batch, but a value of each row: the embeddings have one row too."""
+    encoder = nn.Linear(5, 4).double()
+    x = random((3, 5), 1)
+
+    def encode(batch):
+        return encoder(batch), batch[:, 0]
+
+    def loss(embedding, value):
+        assert value.shape == (3,)
+        return (embedding.sum(1) * value).sum()
+
+    loss(*encode(x)).backward()
+    want = encoder.weight.grad.clone()
+    encoder.zero_grad()
+    grad_cache_step(encode, x.split(1), loss)
+    torch.testing.assert_close(encoder.weight.grad, want, **NEAR)
+
+
 def test_weights_have_gradients_under_autocast():
     encoder = nn.Linear(5, 4)
     x = torch.randn(6, 5)

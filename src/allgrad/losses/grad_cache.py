@@ -41,7 +41,8 @@ def grad_cache_step(
 
     ``encode`` returns a tensor, or a tuple, list or dict of tensors, which become the arguments of
     ``loss``. Embeddings are joined along dim 0. Scalars such as a learned scale are taken from the
-    last micro-batch: tensors without dimensions. Random numbers are replayed, so that step 3 has the same dropout as step 1. Layers
+    last micro-batch: tensors without dimensions, or of one element where the embeddings have another
+    number of rows. Random numbers are replayed, so that step 3 has the same dropout as step 1. Layers
     that depend on the whole batch, such as batch norm, see single micro-batches.
 
     ``models`` are the DDP modules that ``encode`` calls (``encode`` itself is recognised): their
@@ -105,6 +106,10 @@ class _Output:
         values = returned.values() if isinstance(returned, dict) else returned
         self.tensors: list[Tensor] = [values] if isinstance(values, Tensor) else list(values)
 
+    def rows(self) -> set[int]:
+        """The lengths of the embeddings: of all tensors that are surely not scalars."""
+        return {len(x) for x in self.tensors if x.dim() > 1 and x.numel() != 1}
+
     def call(self, loss: Callable[..., Tensor]) -> Tensor:
         if self.names is None:
             return loss(*self.tensors)
@@ -121,8 +126,16 @@ class _Output:
 
 
 def _find_scalars(outputs: Sequence[_Output]) -> list[bool]:
-    """Whether each tensor that the encoder returns is a scalar."""
-    return [x.dim() == 0 for x in outputs[-1].tensors]
+    """Whether each tensor that the encoder returns is a scalar.
+
+    A tensor of shape (1,) may also hold one value per row, as labels do. It is a scalar if the
+    embeddings of some micro-batch have another number of rows.
+    """
+    other_rows = any(rows and 1 not in rows for rows in (output.rows() for output in outputs))
+    return [
+        all(x.dim() == 0 or (x.numel() == 1 and other_rows) for x in tensors)
+        for tensors in zip(*(output.tensors for output in outputs), strict=True)
+    ]
 
 
 def _join(outputs: Sequence[_Output], is_scalar: Sequence[bool]) -> _Output:
