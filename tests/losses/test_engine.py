@@ -150,13 +150,58 @@ def test_no_graph_without_grad_mode(rank, world):
         torch.testing.assert_close(got, formula(*batch(name, counts), **options).detach(), **TIGHT)
 
 
+# Ways to ask for the gradient of the loss plus a penalty on its gradient. Autograd prunes the nodes
+# that do not lead to the tensors asked for, and a pruned refusal would be silent.
+ASK = {
+    "grad": torch.autograd.grad,
+    "backward": lambda total, _: total.backward(),
+    "backward of inputs": lambda total, w: total.backward(inputs=[w]),
+}
+
+
+@pytest.mark.parametrize("ask", ASK)
 @pytest.mark.ranks(2)
-def test_second_derivative_is_refused(rank, world):
+def test_second_derivative_is_refused(rank, world, ask):
+    for name, (loss, _, options) in LOSSES.items():
+        for number, x in enumerate(batch(name, PAIRS["ragged"][:world], rank)):
+            given = batch(name, PAIRS["ragged"][:world], rank)
+            w = torch.ones((), dtype=torch.float64, requires_grad=True)  # upstream of one input
+            given[number] = x.detach() * w
+            value = loss(*given, **options)
+            (first,) = torch.autograd.grad(value, w, create_graph=True)
+            with pytest.raises(ModeError, match=f"{loss.__name__}: .*first derivative only"):
+                ASK[ask](value + first.square(), w)
+
+
+@pytest.mark.ranks(2)
+def test_second_derivative_by_another_input_is_refused(rank, world):
+    """The gradient by the keys depends on the queries, the scale, and what multiplies the loss."""
     for name, (loss, _, options) in LOSSES.items():
         given = batch(name, PAIRS["ragged"][:world], rank)
-        (first,) = torch.autograd.grad(loss(*given, **options), given[0], create_graph=True)
-        with pytest.raises(ModeError, match="first derivative only"):
-            (first.square().sum() + given[0].sum()).backward()
+        factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+        value = factor * loss(*given, **options)
+        (by_key,) = torch.autograd.grad(value, given[1], create_graph=True)
+        for x in (factor, *given):
+            with pytest.raises(ModeError, match="first derivative only"):
+                torch.autograd.grad(by_key.square().sum(), x, retain_graph=True)
+
+
+@pytest.mark.ranks(2)
+def test_first_derivative_with_a_graph_is_the_same(rank, world):
+    for name, (loss, _, options) in LOSSES.items():
+        given = batch(name, PAIRS["ragged"][:world], rank)
+        plain = torch.autograd.grad(loss(*given, **options), given)
+        with_graph = torch.autograd.grad(loss(*given, **options), given, create_graph=True)
+        for x, y in zip(plain, with_graph, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.ranks(2)
+def test_backward_of_a_loss_of_frozen_towers(rank, world):
+    for name, (loss, _, options) in LOSSES.items():
+        given = [x.detach() for x in batch(name, PAIRS["ragged"][:world], rank)]
+        loss(*given, **options).backward()
+        assert all(x.grad is None for x in given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

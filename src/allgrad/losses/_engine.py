@@ -97,17 +97,11 @@ def contrastive_loss(
     dtype = accumulator_dtype(q.dtype)
     scale = scale.reshape(()).to(q.device, dtype)
     bias = None if bias is None else bias.reshape(()).to(q.device, dtype)
-    loss: Tensor = _ContrastiveLoss.apply(config, _anchor(), q, k, scale, bias)  # type: ignore[no-untyped-call]
+    # An input that always requires grad lets every rank take part in backward, even one whose
+    # features need no gradient (test_rank_without_gradient_takes_part).
+    anchor = torch.empty(0, requires_grad=True)
+    loss: Tensor = _ContrastiveLoss.apply(config, anchor, q, k, scale, bias)  # type: ignore[no-untyped-call]
     return loss
-
-
-def _anchor() -> Tensor:
-    """An input that always requires grad, and gets none.
-
-    With it every rank takes part in backward, even one whose features need no gradient
-    (test_rank_without_gradient_takes_part).
-    """
-    return torch.empty(0, requires_grad=True)
 
 
 class _ContrastiveLoss(torch.autograd.Function):
@@ -126,6 +120,7 @@ class _ContrastiveLoss(torch.autograd.Function):
             scores = _ScorePass(config, q, k, scale, bias)
             if config.kind is LossKind.SIGMOID:
                 loss, ctx.prepared = scores.sigmoid_loss(ctx.needs_input_grad[2:])
+                ctx.save_for_backward(q, k, scale, bias)
                 return loss
             loss, sums = scores.softmax_loss()
         ctx.keys, ctx.states = scores.keys, scores.states
@@ -137,7 +132,11 @@ class _ContrastiveLoss(torch.autograd.Function):
         with torch.no_grad(), torch.autocast(ctx.device, enabled=False):
             gradients = _gradients(ctx, by_loss)
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = _FirstOrderOnly.apply(ctx.config.name, _anchor(), *gradients)  # type: ignore[no-untyped-call]
+            # The inputs of the refusal are what the gradients depend on, so that it is on every path
+            # of the graph and autograd cannot prune it (test_second_derivative_is_refused).
+            q, k, scale, bias = ctx.saved_tensors[:4]
+            inputs = q, k, scale, bias, by_loss
+            gradients = _FirstOrderOnly.apply(ctx.config.name, *inputs, *gradients)  # type: ignore[no-untyped-call]
         return None, None, *gradients
 
 
@@ -156,10 +155,19 @@ def _gradients(ctx: Any, by_loss: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class _FirstOrderOnly(torch.autograd.Function):
-    """Gradients that raise when they are differentiated."""
+    """Gradients that raise when they are differentiated, by anything that they depend on."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, anchor: Tensor, *gradients: Tensor | None) -> Any:  # noqa: ARG004
+    def forward(  # noqa: PLR0917
+        ctx: Any,
+        name: str,
+        q: Tensor,  # noqa: ARG004
+        k: Tensor,  # noqa: ARG004
+        scale: Tensor,  # noqa: ARG004
+        bias: Tensor | None,  # noqa: ARG004
+        by_loss: Tensor,  # noqa: ARG004
+        *gradients: Tensor | None,
+    ) -> Any:
         ctx.name = name
         return gradients
 
@@ -228,7 +236,7 @@ class _ScorePass:
     ) -> tuple[Tensor, list[tuple[Tensor | None, torch.dtype]]]:
         """The loss and its gradients in one pass: no sum over all scores is needed first."""
         config = self.config
-        prepared: list[tuple[Tensor | None, torch.dtype]] = []
+        found: tuple[Tensor | None, ...] = (None,) * 4
         softplus = self.scale.new_zeros(())
         pairs = self._pair_scores()
         if config.needs_grad:
@@ -237,12 +245,12 @@ class _ScorePass:
             factor = self.scale.new_tensor(config.mean_factor)
             sums = Sums(None, None, -(-pairs).sigmoid())
             found = self.gradients(needed, factor, sums, dtype=kept, softplus=softplus)
-            dtypes = (self.q.dtype, self.q.dtype, self.dtype, self.dtype)
-            prepared = list(zip(found, dtypes, strict=True))
         else:
             for block in self.keys.blocks():
                 softplus += self._tiles(block).softplus()
         loss = softplus + _softplus(-pairs).sum()
+        dtypes = (self.q.dtype, self.q.dtype, self.dtype, self.dtype)
+        prepared = list(zip(found, dtypes, strict=True))
         return all_reduce(loss, group=config.layout.group) * config.mean_factor, prepared
 
     def gradients(
