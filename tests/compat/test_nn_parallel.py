@@ -106,7 +106,7 @@ def test_scatter_without_sizes_cuts_as_torch_chunks(length):
 
 
 def test_scatter_names_sizes_that_do_not_fit():
-    with pytest.raises(SizesError, match="one for each device, and add up to 4, not 3"):
+    with pytest.raises(SizesError, match="one size for each device; they must add up to 4, not 3"):
         Scatter.apply(CPUS, (1, 1, 1), 0, torch.ones(4))
 
 

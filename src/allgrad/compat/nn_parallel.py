@@ -30,7 +30,7 @@ from allgrad.errors import InputError, PieceMismatch
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from allgrad.devices.transfers import Device
+    from allgrad.devices import Device
 
 __all__ = [
     "Broadcast",
