@@ -1,6 +1,7 @@
 """Collectives with exact gradients for PyTorch."""
 
 from allgrad._autograd.lockstep import lockstep
+from allgrad._core.version import __version__
 from allgrad._wire.consistency import checked
 from allgrad._wire.deadline import deadline
 from allgrad.collectives.all_gather import all_gather, reduce_scatter, sizes, split
@@ -10,8 +11,6 @@ from allgrad.collectives.broadcast import broadcast, reduce
 from allgrad.collectives.gather import gather, scatter
 from allgrad.collectives.permute import permute, shift
 from allgrad.collectives.scan import scan
-
-__version__ = "0.1.0"
 
 __all__ = [
     "__version__",

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from allgrad._core.torch_internals import in_backward_pass
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -67,4 +69,4 @@ def in_backward() -> bool:
     """Tell whether this call belongs to a backward, wherever it runs."""
     if getattr(_HERE, "in_line", False):
         return bool(_HERE.in_backward)
-    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
+    return in_backward_pass()

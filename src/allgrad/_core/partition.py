@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.compiler import is_dynamo_compiling
+
+from allgrad._core.torch_internals import flatten_dense, unflatten_dense
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +50,7 @@ def together(xs: Sequence[Tensor]) -> Tensor:
     """Whole tensors, one after another, flat. No copy for a single contiguous one."""
     if len(xs) == 1:
         return _flat(plain(xs[0]))
-    flat: Tensor = _flatten_dense_tensors(xs)
+    flat: Tensor = flatten_dense(xs)
     return flat
 
 
@@ -66,7 +67,7 @@ def apart_like(flat: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
         return [flat]
     # In one call of torch, which gives tensors without elements another shape.
     if len(xs) > 1 and not torch.compiler.is_compiling() and all(map(torch.numel, xs)):
-        return list(_unflatten_dense_tensors(flat, xs))
+        return list(unflatten_dense(flat, xs))
     return apart(flat, [x.shape for x in xs])
 
 

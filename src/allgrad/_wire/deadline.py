@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from allgrad._core.torch_internals import backend_timeout
 from allgrad._wire.groups import world_rank, world_store
 from allgrad.errors import AllgradError, InputError, RankLate, RankLost, RankRaised, rank_table
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from allgrad._wire.groups import Group
+from allgrad._wire.groups import Group
 
 __all__ = [
     "cut_off",
@@ -138,17 +139,11 @@ def limit(group: Group) -> None:
     process_group: Any = group.process_group
     if _LIMITS.seconds is not None:
         if process_group not in _LIMITED:
-            _LIMITED[process_group] = _backend_limit(process_group)
+            _LIMITED[process_group] = backend_timeout(process_group)
         process_group.set_timeout(timedelta(seconds=_LIMITS.seconds))
     elif process_group in _LIMITED:
         process_group.set_timeout(_LIMITED.pop(process_group))
     _LIMITS.given_on = bool(_LIMITED)
-
-
-def _backend_limit(process_group: Any) -> timedelta:
-    device = process_group._device_types[0]  # noqa: SLF001
-    found: timedelta = process_group._get_backend(device).options._timeout  # noqa: SLF001
-    return found
 
 
 def wait(group: Group, work: Any) -> None:

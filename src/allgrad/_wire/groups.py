@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from allgrad._core.torch_internals import backend_device_types, backend_for
 from allgrad.errors import GroupError
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Group(NamedTuple):
 @lru_cache(maxsize=256)
 def _backend_name(held: Any, device: torch.device) -> str:
     group: Any = held()
-    return "" if group is None else str(group._get_backend(device).name())  # noqa: SLF001
+    return "" if group is None else str(backend_for(group, device).name())
 
 
 def world_store() -> Any:
@@ -182,7 +183,7 @@ def _not_a_member(call: str) -> GroupError:
 def message_device(group: Group, device: torch.device) -> torch.device:
     """Where small messages between ranks live: on the host when the group can carry that."""
     cpu = torch.device("cpu")
-    if group.process_group is None or cpu in group.process_group._device_types:  # noqa: SLF001
+    if group.process_group is None or cpu in backend_device_types(group.process_group):
         return cpu
     return device
 
