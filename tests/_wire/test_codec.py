@@ -9,7 +9,9 @@ import torch
 
 from allgrad._wire.consistency import Intent
 from allgrad._wire.handshake import ROW, Announcement, Brought
-from allgrad.errors import AllgradError, SizesError
+from allgrad.errors import AllgradError, SizesError, TensorError
+from allgrad.module_state import _messages as state_messages
+from allgrad.module_state._specs import EntrySpec
 
 SRC = Path(__file__).parent.parent.parent / "src" / "allgrad"
 RANKS = 3
@@ -37,6 +39,21 @@ def intent(chance):
     ).encode(RANKS)
 
 
+def state_digest(chance):
+    problem = TensorError("a is not dense") if chance.random() < 0.3 else None
+    return state_messages.encode_digest(str(chance.random()), problem)
+
+
+def state_specs(chance):
+    return state_messages.encode_specs(
+        {f"w{i}": EntrySpec("buffer", "int8", "(2,)") for i in range(chance.randrange(1, 3))}
+    )
+
+
+def state_settings(chance):
+    return state_messages.encode_settings([None, chance.random(), 10**30, "ä\udc80", True])
+
+
 def mutated(words, chance):
     """A message with some words changed, cut, or replaced altogether."""
     words = list(words)
@@ -55,8 +72,14 @@ def mutated(words, chance):
 
 @pytest.mark.parametrize(
     ("make", "decode"),
-    [(announcement, Announcement.decode), (intent, lambda words: Intent.decode(words, RANKS))],
-    ids=["announcement", "intent"],
+    [
+        (announcement, Announcement.decode),
+        (intent, lambda words: Intent.decode(words, RANKS)),
+        (state_digest, lambda words: state_messages.decode_digest(words, 1)),
+        (state_specs, lambda words: state_messages.decode_specs(words, 1)),
+        (state_settings, lambda words: state_messages.decode_settings(words, 1, 5)),
+    ],
+    ids=["announcement", "intent", "state digest", "state specs", "state settings"],
 )
 def test_a_hundred_thousand_garbled_messages(make, decode):
     chance = random.Random(0)
