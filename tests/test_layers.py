@@ -14,7 +14,7 @@ PACKAGES = (
 )
 # Differentiation knows nothing of how bytes move; only lockstep tells other ranks of an error.
 CALCULUS = {"adjoint_pair.py", "transforms.py", "backward_order.py", "async_calls.py"}
-BASELINES = {"cli/bench/baselines.py", "cli/bench/by_hand.py"}
+BASELINES = {"cli/bench/baselines.py", "cli/bench/algorithms.py"}
 
 
 def imported(path):
