@@ -70,7 +70,7 @@ def test_reduce_add_takes_device_after_device():
 
 
 def test_reduce_add_needs_as_many_from_each_device():
-    with pytest.raises(InputError, match="3 tensors are not 2 for each device"):
+    with pytest.raises(InputError, match="3 tensors are not a multiple of 2"):
         ReduceAddCoalesced.apply("cpu", 2, *[torch.ones(2)] * 3)
 
 
