@@ -64,6 +64,18 @@ def test_a_package_says_what_it_holds_and_may_import(package):
     assert 2 <= len(text.splitlines()) <= 4, f"{package}: say what it holds, and what it may import"
 
 
+TESTS = Path(__file__).parent
+CROSS_CUTTING = {"modes", "faults", "fuzz"}  # test directories that belong to no single package
+
+
+def test_tests_mirror_the_source():
+    directories = {p.parent.relative_to(TESTS) for p in TESTS.rglob("test_*.py")}
+    strays = [
+        str(d) for d in directories if not (SRC / d).is_dir() and d.parts[0] not in CROSS_CUTTING
+    ]
+    assert not strays, "a test directory has the name of the package that it tests"
+
+
 def test_files_stay_small():
     long = {str(p): n for p in FILES if (n := len(p.read_text().splitlines())) > 400}
     assert not long

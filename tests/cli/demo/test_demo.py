@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 import allgrad as ag
 from allgrad._wire.world import rank_of
-from allgrad.cli import demo
-from allgrad.cli.demo import digits, training, worlds
+from allgrad.cli.demo import command, digits, training, worlds
 from allgrad.cli.main import Loss, app
 from allgrad.testing import run_ranks
 
@@ -33,11 +32,11 @@ def run(*words, module="allgrad"):
 
 
 def check(done, out, ranks, steps):
-    """What every good run prints and leaves behind."""
+    """What every successful run prints and writes."""
     assert done.returncode == 0, done.stderr
     assert not re.search(r"[^\n -~]", done.stdout), "plain output has no control characters"
     curves = [
-        re.findall(rf"^{who} +step +(\d+)  loss (\S+)  right +(\S+)%$", done.stdout, re.MULTILINE)
+        re.findall(rf"^{who} +step +(\d+)  loss (\S+)  correct +(\S+)%$", done.stdout, re.MULTILINE)
         for who in (f"{ranks} ranks", "one process")
     ]
     assert curves[0] == curves[1]
@@ -65,13 +64,13 @@ def test_another_loss_may_be_chosen(tmp_path):
     assert out.read_bytes()[:8] == PNG
 
 
-def test_torchruns_world_is_joined(tmp_path):
+def test_world_of_torchrun_is_joined(tmp_path):
     out = tmp_path / "curves.png"
     launch = ("--nproc-per-node", "2", "--standalone", "-m", "allgrad")
     words = ("demo", "--steps", "12", "--loss", "siglip", "--out", str(out))
     done = run(*launch, *words, module="torch.distributed.run")
     check(done, out, ranks=2, steps=12)
-    assert done.stdout.count("Largest difference") == 1  # only rank 0 speaks
+    assert done.stdout.count("Largest difference") == 1  # only rank 0 prints
 
 
 def sabotaged(part, fn, *args):
@@ -112,11 +111,13 @@ def test_demo_fails_when_gradients_are_off_by_a_factor(monkeypatch, tmp_path):
 def test_a_parameter_that_is_not_a_number_is_the_largest_difference():
     def run_with(value):
         parameters = {"a": torch.tensor([[1.0]]), "b": torch.tensor([[value]])}
-        return training.Run([], [], {**parameters, "c": torch.tensor([[9.0]])}, torch.empty(0))
+        return training.TrainingResult(
+            [], [], {**parameters, "c": torch.tensor([[9.0]])}, torch.empty(0)
+        )
 
-    difference, name = demo._largest_difference(run_with(float("nan")), run_with(0.0))
+    difference, name = command._largest_difference(run_with(float("nan")), run_with(0.0))
     assert (difference != difference, name) == (True, "b")
-    assert demo._largest_difference(run_with(3.0), run_with(0.5)) == (2.5, "b")
+    assert command._largest_difference(run_with(3.0), run_with(0.5)) == (2.5, "b")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def test_a_world_beyond_this_machine_is_refused(monkeypatch, other):
 
 
 def test_every_loss_can_be_asked_for():
-    assert set(Loss) == set(training.LOSSES) == set(training._FORMULAS)
+    assert {loss.value for loss in Loss} == set(training.LOSSES) == set(training._FORMULAS)
 
 
 def test_batches_are_unequal_and_leave_a_rank_idle_at_times():
