@@ -1,4 +1,4 @@
-"""CLIP's loss, forward and backward: allgrad beside dense and chunked ways and the floor, in one run.
+"""The CLIP loss, forward and backward: allgrad, dense and chunked losses, and the floor, in one run.
 
     python benchmarks/contrastive.py                       # CUDA if there is a device, else CPU
     python benchmarks/contrastive.py --device cpu [--ranks 4] [--pairs 8192] [--width 256]
@@ -9,8 +9,9 @@ CUDA, one device, bfloat16. The floor is four matrix products (scores, scores ag
 at the rate of a product of 8192 x 8192 matrices measured in the same run. Extra memory is the
 peak above what was there before, which is the features; gradients count as extra. CPU, float32, one
 thread on each rank: a sample is the slowest rank's time after a barrier, extra memory the largest
-growth of a rank's resident set. Ways take turns, on CUDA in an order drawn anew for each round, and one that
-has taken three seconds sits out the rest. Peers that are not installed are left out.
+growth of a rank's resident set. The implementations alternate, on CUDA in a new random order for
+each round; one that has taken three seconds in total is not run again. Peers that are not installed
+are left out.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ def features(pairs: int, width: int, dtype: torch.dtype, device: str, seed: int)
     return [x.detach().requires_grad_() for x in (image.to(dtype), text.to(dtype), scale)]
 
 
-def step(way: Callable[..., Tensor], given: list[Tensor]) -> None:
+def step(implementation: Callable[..., Tensor], given: list[Tensor]) -> None:
     for x in given:
         x.grad = None
-    way(*given).backward()
+    implementation(*given).backward()
 
 
 # ---- one CUDA device
@@ -101,8 +102,8 @@ def dense_in_16_bits(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     return reference.clip(image, text, scale.to(image.dtype))
 
 
-def cuda_ways() -> dict[str, Callable[..., Tensor]]:
-    ways: dict[str, Callable[..., Tensor]] = {
+def cuda_implementations() -> dict[str, Callable[..., Tensor]]:
+    implementations: dict[str, Callable[..., Tensor]] = {
         "allgrad": clip_loss,
         "dense": dense,
         "dense, compiled": torch.compile(dense, dynamic=False),
@@ -115,7 +116,7 @@ def cuda_ways() -> dict[str, Callable[..., Tensor]]:
     except ImportError:
         print("open_clip is not installed: left out")
     else:
-        ways["open_clip"] = lambda i, t, s: ClipLoss()(i, t, s.to(i.dtype))
+        implementations["open_clip"] = lambda i, t, s: ClipLoss()(i, t, s.to(i.dtype))
     try:
         from inf_cl import cal_flash_loss
     except ImportError:
@@ -127,8 +128,8 @@ def cuda_ways() -> dict[str, Callable[..., Tensor]]:
             one = cal_flash_loss(image, text, own, scale).mean()
             return (one + cal_flash_loss(text, image, own, scale).mean()) / 2
 
-        ways["inf_cl"] = inf_cl
-    return ways
+        implementations["inf_cl"] = inf_cl
+    return implementations
 
 
 def milliseconds(run: Callable[[], object]) -> float:
@@ -146,10 +147,10 @@ def flops_per_ms() -> float:
     return 2 * 8192**3 / statistics.median(times[10:])
 
 
-def try_out(way: Callable[..., Tensor], given: list[Tensor]) -> float | None:
+def try_out(implementation: Callable[..., Tensor], given: list[Tensor]) -> float | None:
     """Extra bytes of a step, after one that warms up; None if memory does not suffice."""
     try:
-        step(way, given)
+        step(implementation, given)
         for x in given:
             x.grad = None
         gc.collect()
@@ -157,7 +158,7 @@ def try_out(way: Callable[..., Tensor], given: list[Tensor]) -> float | None:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        step(way, given)
+        step(implementation, given)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     except torch.cuda.OutOfMemoryError:
@@ -171,14 +172,16 @@ def try_out(way: Callable[..., Tensor], given: list[Tensor]) -> float | None:
 def on_cuda(pairs: list[int], widths: list[int], repeats: int, largest: int) -> None:
     rate = flops_per_ms()
     print(f"{torch.cuda.get_device_name()}, bfloat16, matrix product {rate / 1e9:.0f} TFLOP/s")
-    ways = cuda_ways()
+    implementations = cuda_implementations()
     for width in widths:
         for count in pairs:
-            compare(ways, count, width, repeats, rate)
-    for name, way in (("siglip_loss", siglip_loss), ("info_nce", info_nce)):
+            compare(implementations, count, width, repeats, rate)
+    for name, implementation in (("siglip_loss", siglip_loss), ("info_nce", info_nce)):
         given = features(pairs[0], widths[0], torch.bfloat16, "cuda", 0)
-        extra = try_out(way, given)
-        took = statistics.median(milliseconds(partial(step, way, given)) for _ in range(repeats))
+        extra = try_out(implementation, given)
+        took = statistics.median(
+            milliseconds(partial(step, implementation, given)) for _ in range(repeats)
+        )
         report(
             name,
             took,
@@ -187,7 +190,7 @@ def on_cuda(pairs: list[int], widths: list[int], repeats: int, largest: int) -> 
             count=pairs[0],
             width=widths[0],
         )
-    accuracy(ways, widths[0])
+    accuracy(implementations, widths[0])
     given = features(largest, widths[0], torch.bfloat16, "cuda", 0)
     extra = try_out(clip_loss, given)
     took = milliseconds(partial(step, clip_loss, given))
@@ -196,19 +199,25 @@ def on_cuda(pairs: list[int], widths: list[int], repeats: int, largest: int) -> 
 
 
 def compare(
-    ways: dict[str, Callable[..., Tensor]], count: int, width: int, repeats: int, rate: float
+    implementations: dict[str, Callable[..., Tensor]],
+    count: int,
+    width: int,
+    repeats: int,
+    rate: float,
 ) -> None:
     floor = 8 * count**2 * width / rate
     given = features(count, width, torch.bfloat16, "cuda", 0)
-    extra = {name: try_out(way, given) for name, way in ways.items()}
-    able = [name for name in ways if extra[name] is not None]
+    extra = {
+        name: try_out(implementation, given) for name, implementation in implementations.items()
+    }
+    able = [name for name in implementations if extra[name] is not None]
     times: dict[str, list[float]] = {name: [] for name in able}
     order = random.Random(0)  # noqa: S311
     for _ in range(repeats):
         for name in order.sample(able, len(able)):  # the card's clock depends on what ran before
             if sum(times[name]) < ENOUGH_MS:
-                times[name].append(milliseconds(partial(step, ways[name], given)))
-    for name in ways:
+                times[name].append(milliseconds(partial(step, implementations[name], given)))
+    for name in implementations:
         if name not in able:
             print(f"  B {count:>9,}  D {width:>5,}  {name:<16} out of memory")
             continue
@@ -226,16 +235,18 @@ def report(name: str, took: float, extra: float, *, floor: float, count: int, wi
     )
 
 
-def accuracy(ways: dict[str, Callable[..., Tensor]], width: int, count: int = 8192) -> None:
+def accuracy(
+    implementations: dict[str, Callable[..., Tensor]], width: int, count: int = 8192
+) -> None:
     """The value and the gradients against float64 on the CPU."""
     given = features(count, width, torch.bfloat16, "cuda", 1)
     exact = [x.detach().cpu().double().requires_grad_() for x in given]
     step(reference.clip, exact)
     with torch.no_grad():
         want = float(reference.clip(*exact))
-    for name, way in ways.items():
-        step(way, given)
-        off = abs(float(way(*given)) - want) / want
+    for name, implementation in implementations.items():
+        step(implementation, given)
+        off = abs(float(implementation(*given)) - want) / want
         errors = [
             float((x.grad.cpu().double() - y.grad).norm() / y.grad.norm())
             for x, y in zip(given, exact, strict=True)
@@ -307,7 +318,7 @@ def gather_dense_own_rows(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     return (by_image + by_text) / 2
 
 
-CPU_WAYS = {
+CPU_IMPLEMENTATIONS = {
     "allgrad": clip_loss,
     "allgrad, ring": partial(clip_loss, ring=True),
     "gather + dense": gather_dense,
@@ -322,7 +333,7 @@ def resident(field: str) -> int:
     return 0
 
 
-def growth(way: Callable[..., Tensor], given: list[Tensor]) -> int:
+def growth(implementation: Callable[..., Tensor], given: list[Tensor]) -> int:
     """How far the resident set grows in a step."""
     for x in given:
         x.grad = None
@@ -330,7 +341,7 @@ def growth(way: Callable[..., Tensor], given: list[Tensor]) -> int:
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts over
     before = resident("VmRSS")
-    step(way, given)
+    step(implementation, given)
     return resident("VmHWM") - before
 
 
@@ -338,21 +349,21 @@ def measure(pairs: int, width: int, repeats: int) -> dict[str, tuple[list[float]
     torch.set_num_threads(1)
     rank, world = dist.get_rank(), dist.get_world_size()
     given = features(pairs // world, width, torch.float32, "cpu", rank)
-    names = list(CPU_WAYS)
+    names = list(CPU_IMPLEMENTATIONS)
     times: dict[str, list[float]] = {name: [] for name in names}
     memory = {}
     for turn in range(repeats + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             dist.barrier()
             start = time.perf_counter()
-            step(CPU_WAYS[name], given)
+            step(CPU_IMPLEMENTATIONS[name], given)
             took = torch.tensor(time.perf_counter() - start)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if turn:  # the first round warms up
                 times[name].append(took.item())
     for name in names:
         dist.barrier()
-        grown = torch.tensor(float(growth(CPU_WAYS[name], given)))
+        grown = torch.tensor(float(growth(CPU_IMPLEMENTATIONS[name], given)))
         dist.all_reduce(grown, dist.ReduceOp.MAX)
         memory[name] = grown.item()
     return {name: (times[name], memory[name]) for name in names}
