@@ -29,7 +29,7 @@ TABLE = re.compile(r"(?<=<!-- generated -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 COLLECTIVES = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"),
-    *("gather", "scatter", "permute", "shift", "scan", "share", "split", "sizes"),
+    *("gather", "scatter", "permute", "shift", "scan", "share", "split", "gather_sizes"),
 )
 
 INTRODUCTION = """# The collectives

@@ -1,4 +1,4 @@
-"""From an adjoint pair to a differentiable function, in whichever mode the caller is.
+"""From an adjoint pair to a differentiable function, in every mode of differentiation.
 
 | mode | what runs |
 |---|---|
@@ -6,7 +6,7 @@
 | autograd | an autograd.Function with a backward |
 | torch.func, dual numbers, nested as you like | one with every rule |
 | the same under ``grad="none"`` | one without derivative |
-| torch.compile | the pair's map, whose ops (graph_wire) have every rule of their own |
+| torch.compile | the pair's map, whose ops (graph_ops) have every rule of their own |
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from allgrad._autograd.adjoint_pair import AdjointPair
 
-__all__ = ["ANCHOR", "apply", "is_plain_autograd", "needs_graph", "order", "unlinked"]
+__all__ = ["ANCHOR", "apply", "is_plain_autograd", "needs_graph", "order_with", "run_map"]
 
 # A result requires grad on every rank, even where the local piece does not: another rank's piece
 # may, and its backward needs everyone (test_piece_without_gradient_takes_part). Autograd marks a
@@ -77,7 +77,7 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
 _order: Callable[[AdjointPair, Sequence[Tensor]], tuple[Tensor, ...] | None] | None = None
 
 
-def order(
+def order_with(
     tie: Callable[[AdjointPair, Sequence[Tensor]], tuple[Tensor, ...] | None] | None,
 ) -> None:
     """Let ``tie`` run the differentiable calls of eager autograd; ``None`` ends it."""
@@ -85,11 +85,11 @@ def order(
     _order = tie
 
 
-def unlinked(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run the map, below what keeps track of views: a view made inside an autograd.Function could
-    not be changed in place by the caller (y /= 2). What is handed through as it is stays linked.
+def run_map(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run the pair's map below view tracking: a view made inside an autograd.Function could not be
+    changed in place by the caller (y /= 2). A tensor that is handed through stays as it is.
     """
-    if isinstance(xs[0], FakeTensor):  # shapes alone, whose ops belong above; there a copy is free
+    if isinstance(xs[0], FakeTensor):  # only shapes, whose ops belong above; there a copy is free
         ys = pair.forward(xs)
         return tuple([y.clone() if is_view(y) and all(y is not x for x in xs) else y for y in ys])
     with below_view_tracking():
@@ -107,7 +107,7 @@ def needs_graph(xs: Sequence[Tensor]) -> bool:
 
 
 def _plain(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    # What is handed through as it is: the caller's own leaf would still require grad.
+    # A tensor that is handed through: the caller's own leaf would still require grad.
     ys = pair.forward(xs)
     if len(ys) == 1:
         return (ys[0].detach() if ys[0] is xs[0] else ys[0],)
@@ -166,7 +166,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def forward(pair: AdjointPair, anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
-        return unlinked(pair, xs)
+        return run_map(pair, xs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004
@@ -199,7 +199,7 @@ class _Reverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pair: AdjointPair, anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
         ctx.pair = pair
-        return unlinked(pair, xs)
+        return run_map(pair, xs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -247,7 +247,7 @@ def _batched(info: Any, dims: Sequence[int | None], xs: Sequence[Tensor]) -> lis
 
 
 def _trace(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool) -> tuple[Tensor, ...]:
-    """The same under torch.compile: the ops of graph_wire have every derivative of their own."""
+    """The same under torch.compile: the ops of graph_ops have every derivative of their own."""
     run = pair.forward if pair.traced is None else pair.traced[0]
     if _order is not None and not stop and torch.is_grad_enabled() and _differentiable(xs):
         raise ModeError(

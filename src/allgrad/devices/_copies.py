@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from allgrad._core.partition import plain
+from allgrad._core.partition import real_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,7 +84,7 @@ def add_on(device: torch.device, xs: Sequence[Tensor]) -> Tensor:
     if len(xs) == 1:
         return copy_to(xs[0], device)
     local = (x if x.device == device else copy_to(x, device) for x in xs)
-    total = plain(next(local) + next(local))
+    total = real_memory(next(local) + next(local))
     for x in local:
         total += x
     return total
@@ -95,7 +95,7 @@ def join_on(
 ) -> Tensor:
     """A new contiguous tensor on ``device``: the pieces joined along ``dim``."""
     if all(piece.device == device for piece in pieces):
-        return plain(torch.cat(list(pieces), dim))
+        return real_memory(torch.cat(list(pieces), dim))
     shape = list(pieces[0].shape)
     shape[dim] = sum(sizes)
 

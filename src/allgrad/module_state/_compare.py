@@ -72,7 +72,7 @@ def _differences(
     except InputError as error:
         problem = error
     exchange = StateExchange.open(caller, group, held)
-    skip = exchange.group.size == 1 or problem is not None
+    skip = exchange.call.size == 1 or problem is not None
     specs = {} if skip else {entry.name: entry_spec(entry, values=True) for entry in held}
     summary = repr([(name, *spec) for name, spec in specs.items()])
     by_rank = exchange.compare(summary, lambda: specs, problem)

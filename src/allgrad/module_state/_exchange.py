@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from allgrad._wire import primitives as wire
-from allgrad.collectives.all_gather import all_gather, sizes
+from allgrad.collectives.all_gather import all_gather, gather_sizes
 from allgrad.errors import rank_table
 from allgrad.module_state import _messages as messages
 from allgrad.module_state._entries import tensors_and_others
@@ -38,20 +38,20 @@ class StateExchange:
 
     caller: str
     group_argument: GroupLike
-    group: wire.Group
+    call: wire.Call
     device: torch.device  # a device whose tensors the group can send
 
     @classmethod
     def open(cls, caller: str, group: GroupLike, held: Sequence[Entry]) -> StateExchange:
         """Resolve the group, and choose the device for its messages."""
-        resolved = wire.resolve(caller, group)
+        call = wire.resolve(caller, group)
         device = torch.device("cpu")
         if torch.accelerator.is_available():
             used = {entry.value.device for entry in tensors_and_others(held)[0]}
             others = sorted(str(device) for device in used if device.type not in {"cpu", "meta"})
             accelerator = torch.accelerator.current_accelerator() or device
             device = torch.device(others[0]) if others else accelerator
-        return cls(caller, group, resolved, wire.message_device(resolved, device))
+        return cls(caller, group, call, call.group.message_device(device))
 
     def compare(
         self,
@@ -63,12 +63,12 @@ class StateExchange:
 
         If a rank has a problem, every rank raises, with a table.
         """
-        if self.group.size == 1:
+        if self.call.size == 1:
             if problem is not None:
                 raise problem
             return None
         own = messages.encode_digest(summary, problem)
-        digests = self._gather(own, [messages.DIGEST_WORDS] * self.group.size)
+        digests = self._gather(own, [messages.DIGEST_WORDS] * self.call.size)
         if problem is None and all(digest == own for digest in digests):
             return None
         problems = [messages.decode_digest(words, rank) for rank, words in enumerate(digests)]
@@ -76,7 +76,7 @@ class StateExchange:
         for rank, words in enumerate(digests):
             senders.setdefault(tuple(words), rank)
         message: list[int] = []
-        if senders[tuple(own)] == self.group.rank:
+        if senders[tuple(own)] == self.call.rank:
             encode = messages.encode_problem
             message = messages.encode_specs(specs()) if problem is None else encode(problem)
         sent = self._gather(message)
@@ -87,11 +87,11 @@ class StateExchange:
 
     def from_rank(self, src: int, message: list[int]) -> list[int]:
         """Give every rank the message of ``src``."""
-        return self._gather(message if self.group.rank == src else [])[src]
+        return self._gather(message if self.call.rank == src else [])[src]
 
     def _gather(self, words: list[int], lengths: Sequence[int] | None = None) -> list[list[int]]:
         own = torch.tensor(words, dtype=torch.int64).to(self.device)
-        lengths = lengths or sizes(own, group=self.group_argument)
+        lengths = lengths or gather_sizes(own, group=self.group_argument)
         joined = all_gather(own, sizes=lengths, group=self.group_argument)
         return [part.tolist() for part in joined.cpu().split(list(lengths))]
 

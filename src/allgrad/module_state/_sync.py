@@ -92,12 +92,12 @@ def sync(
         problem = error
     exchange = StateExchange.open("sync", group, held)
     try:
-        src = check_rank("sync", exchange.group, "src", src)
+        src = check_rank("sync", exchange.call, "src", src)
     except GroupError as error:
         problem = problem or error
     call = f"sync, src={src}, bucket of {limit} bytes"
     _require_same(exchange, call, [] if problem else held, problem)
-    if exchange.group.size > 1:
+    if exchange.call.size > 1:
         _send_tensors(exchange, src, held, limit)
         _send_settings(exchange, src, module, held)
 
@@ -190,12 +190,12 @@ def _start(
     exchange: StateExchange, src: int, bucket: Bucket, memory: _Memory
 ) -> Callable[[], None]:
     """Start to send a bucket; return the function that waits for it."""
-    receives, in_place = exchange.group.rank != src, bucket.in_place()
+    receives, in_place = exchange.call.rank != src, bucket.in_place()
     flat = memory.take(bucket) if in_place is None else in_place
     if in_place is None and not receives:  # only src is read
         bucket.pack(flat)
-    message = flat if _can_send(exchange.group, flat.device) else flat.to(exchange.device)
-    wait = wire.overwrite(exchange.group, message, src)
+    message = flat if _can_send(exchange.call, flat.device) else flat.to(exchange.device)
+    wait = wire.overwrite(exchange.call, message, src)
 
     def finish() -> None:
         wait()
@@ -210,9 +210,9 @@ def _start(
     return finish
 
 
-def _can_send(group: wire.Group, device: torch.device) -> bool:
+def _can_send(call: wire.Call, device: torch.device) -> bool:
     try:
-        group.backend(device)
+        call.group.backend(device)
     except GroupError:
         return False
     return True
@@ -223,7 +223,7 @@ def _send_settings(exchange: StateExchange, src: int, state: State, held: Sequen
     if not settings or not isinstance(state, Optimizer):
         return
     message = exchange.from_rank(src, encode_settings([entry.value for entry in settings]))
-    if exchange.group.rank != src:
+    if exchange.call.rank != src:
         values = decode_settings(message, src, len(settings))
         names = [entry.name for entry in settings]
         assign_settings(state, dict(zip(names, values, strict=True)))
