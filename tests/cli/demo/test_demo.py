@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 import allgrad as ag
 from allgrad._wire.world import rank_of
-from allgrad.cli import demo
-from allgrad.cli.demo import digits, training, worlds
+from allgrad.cli.demo import command, digits, training, worlds
 from allgrad.cli.main import Loss, app
 from allgrad.testing import run_ranks
 
@@ -114,9 +113,9 @@ def test_a_parameter_that_is_not_a_number_is_the_largest_difference():
         parameters = {"a": torch.tensor([[1.0]]), "b": torch.tensor([[value]])}
         return training.Run([], [], {**parameters, "c": torch.tensor([[9.0]])}, torch.empty(0))
 
-    difference, name = demo._largest_difference(run_with(float("nan")), run_with(0.0))
+    difference, name = command._largest_difference(run_with(float("nan")), run_with(0.0))
     assert (difference != difference, name) == (True, "b")
-    assert demo._largest_difference(run_with(3.0), run_with(0.5)) == (2.5, "b")
+    assert command._largest_difference(run_with(3.0), run_with(0.5)) == (2.5, "b")
 
 
 @pytest.mark.parametrize(

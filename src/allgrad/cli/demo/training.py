@@ -35,7 +35,7 @@ _TESTS = 40  # how often the held-out pictures are looked at
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "clip": losses.clip_loss,
     "siglip": losses.siglip_loss,
-    "info_nce": losses.info_nce,
+    "info_nce": losses.info_nce_loss,
 }
 _FORMULAS: dict[str, Callable[..., Tensor]] = {
     "clip": reference.clip,
