@@ -166,7 +166,7 @@ def describe(x: object, free_dim: int | None = None) -> str:
 
 
 _KNOWN_DTYPES = frozenset(handshake.DTYPES)
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def _check_tensor(name: str, x: Tensor) -> None:
