@@ -67,6 +67,15 @@ def test_worlds_share_processes_and_may_alternate() -> None:
         assert run_ranks(os.getpid, world) == pids[:world]
 
 
+def test_default_group_of_torch_functions_is_the_current_world() -> None:
+    def pieces() -> int:
+        from torch.distributed.nn import functional
+
+        return len(functional.gather(torch.ones(1)))  # without a group
+
+    assert [run_ranks(pieces, world, timeout=30) for world in (2, 3)] == [[2, 2], [3, 3, 3]]
+
+
 def test_the_caller_has_no_process_group() -> None:
     run_ranks(who, 2)
     assert not dist.is_initialized()

@@ -42,7 +42,7 @@ _TESTS = 40  # number of evaluations on the held-out pictures
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "clip": losses.clip_loss,
     "siglip": losses.siglip_loss,
-    "info_nce": losses.info_nce,
+    "info_nce": losses.info_nce_loss,
 }
 _FORMULAS: dict[str, Callable[..., Tensor]] = {
     "clip": reference.clip,
