@@ -116,7 +116,8 @@ class Frame:
         )
 
     def __hash__(self) -> int:
-        return hash((self._positions, self.structure))
+        # TorchDynamo (2.11) asks for the hash of an object whose __init__ has not run yet.
+        return hash((getattr(self, "_positions", None), getattr(self, "structure", None)))
 
     def __repr__(self) -> str:
         return f"Frame({len(self._positions)} tensors in {self.structure})"

@@ -29,11 +29,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Pool", "Worker", "as_answered"]
 
-# Not "-m allgrad.testing.worker": Python 3.10 has no option that keeps the current directory out of
-# sys.path, where a file may have the name of a library.
-_PROGRAM = "import sys; sys.path.pop(0); from allgrad.testing.worker import main; main()"
 _START_LIMIT = 120.0  # importing torch on a busy machine
 _ENTER_LIMIT = 20.0  # connecting takes milliseconds; leaving a world may wait for a pending call
+
+# Keeps the current directory, whose files may have the names of libraries, out of sys.path; `python -P`
+# does it only from Python 3.11 on.
+_RUN_WORKER = """
+import sys
+sys.path[:] = filter(None, sys.path)
+from allgrad.testing.worker import main
+main()
+"""
 
 
 class Worker:
@@ -50,7 +56,7 @@ class Worker:
         }
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-c", _PROGRAM, *map(str, descriptors)],
+                [sys.executable, "-c", _RUN_WORKER, *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
                 env=environment,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import importlib
 import os
 import pickle
 import random
@@ -31,8 +30,6 @@ from allgrad.testing.serialization import deserialize, serialize
 
 def main() -> None:
     """Handle messages until the caller closes the connection."""
-    # Default arguments there are the default group at import time, so import it before there is one.
-    importlib.import_module("torch.distributed.nn.functional")
     connection = Connection(int(sys.argv[1]))
     stacks = int(sys.argv[2])
     threading.Thread(target=_exit_with, args=(connection.fileno(),), daemon=True).start()

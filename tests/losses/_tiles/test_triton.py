@@ -82,7 +82,7 @@ def test_scores_too_far_apart_for_one_exp():
     image[:7] *= 10
     scores = TritonTiles(image, text, torch.tensor(3.0, device="cuda"), first_pair=0)
     rows, columns = scores.lse(LossKind.SOFTMAX_BOTH)
-    assert scores.params[3] != 0
+    assert scores.scalars[3] != 0
     three = torch.tensor(3.0).double().cuda()
     exact = Tiles(image.double(), text.double(), three, first_pair=0)
     for got, want in zip((rows, columns), exact.lse(LossKind.SOFTMAX_BOTH), strict=True):

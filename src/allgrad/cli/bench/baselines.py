@@ -153,10 +153,6 @@ def _raw_copies(x: Tensor) -> Tensor:
     return _raw_all_to_all(copies).sum(0)
 
 
-# Every call of nn names the group: the default is the group that was there at import, which a worker
-# of the test pool has left since.
-
-
 def _nn_reduce_scatter(x: Tensor) -> Tensor:
     parts = list(x.chunk(dist.get_world_size()))
     out: Tensor = nn.reduce_scatter(torch.empty_like(parts[0]), parts, group=dist.group.WORLD)

@@ -3,7 +3,7 @@
 A program computes one tile, or several in a loop. Rows are the queries of one panel, columns are keys.
 Scalars are read from device memory, not passed as arguments, so that the host never waits for the device:
 
-    params   [ scale * log2(e), shift * log2(e), bias * log2(e), 1 if the shift failed else 0 ]
+    scalars   [ scale * log2(e), shift * log2(e), bias * log2(e), 1 if the shift failed else 0 ]
 
 Exponentials and logarithms are to base 2. Tiles at the edge read zeros outside the matrix; these
 elements are masked out of the sums and not stored.
@@ -27,7 +27,7 @@ __all__ = [
     "softmax_tile",
     "sums_pair_tile",
     "sums_tile",
-    "write_params",
+    "write_scalars",
 ]
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -54,15 +54,15 @@ def _has_pairs(pid_m, pid_n, first_pair, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def _sums(
-    q, k, params, row_parts, column_parts, rows, columns, width, first_pair, pid_m, pid_n,
+    q, k, scalars, row_parts, column_parts, rows, columns, width, first_pair, pid_m, pid_n,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     HAS_PAIRS: tl.constexpr,
 ):  # fmt: skip
     tile = _products(q, k, pid_m * BLOCK_M, pid_n * BLOCK_N, width, BLOCK_M, BLOCK_N, BLOCK_K)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    shift = tl.where(offs_n < columns, -tl.load(params + 1), float("-inf"))
-    tile = tl.exp2(tile * tl.load(params) + shift[None, :])
+    shift = tl.where(offs_n < columns, -tl.load(scalars + 1), float("-inf"))
+    tile = tl.exp2(tile * tl.load(scalars) + shift[None, :])
     if HAS_PAIRS:
         tile = tl.where((offs_m + first_pair)[:, None] == offs_n[None, :], 0.0, tile)
     tl.store(row_parts + pid_n * rows + offs_m, tl.sum(tile, 1), mask=offs_m < rows)
@@ -74,19 +74,19 @@ def _sums(
 
 @triton.jit(do_not_specialize=_SIZES)
 def sums_tile(
-    q, k, params, row_parts, column_parts, rows, columns, width, first_pair,
+    q, k, scalars, row_parts, column_parts, rows, columns, width, first_pair,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sum exp(score - shift) along the rows and columns of a tile; one exp serves both sums."""
     num_pid_m = tl.cdiv(rows, BLOCK_M)
     pid_m, pid_n = tl.program_id(0) % num_pid_m, tl.program_id(0) // num_pid_m
-    _sums(q, k, params, row_parts, column_parts, rows, columns, width, first_pair, pid_m, pid_n,
+    _sums(q, k, scalars, row_parts, column_parts, rows, columns, width, first_pair, pid_m, pid_n,
           BLOCK_M, BLOCK_N, BLOCK_K, HAS_COLUMNS, False)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def sums_pair_tile(
-    q, k, params, row_parts, column_parts, rows, columns, width, first_pair,
+    q, k, scalars, row_parts, column_parts, rows, columns, width, first_pair,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     PAIR_TILES: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +98,7 @@ def sums_pair_tile(
     pid_m = tl.program_id(0) // PAIR_TILES
     pid_n = (first_pair + pid_m * BLOCK_M) // BLOCK_N + tl.program_id(0) % PAIR_TILES
     if _has_pairs(pid_m, pid_n, first_pair, BLOCK_M, BLOCK_N) & (pid_n * BLOCK_N < columns):
-        _sums(q, k, params, row_parts, column_parts, rows, columns, width, first_pair, pid_m, pid_n,
+        _sums(q, k, scalars, row_parts, column_parts, rows, columns, width, first_pair, pid_m, pid_n,
               BLOCK_M, BLOCK_N, BLOCK_K, HAS_COLUMNS, True)  # fmt: skip
 
 
@@ -110,14 +110,14 @@ def _finite(top):
 
 @triton.jit(do_not_specialize=_SIZES)
 def safe_sums_tile(
-    q, k, params, row_parts, column_parts, rows, columns, width, first_pair,
+    q, k, scalars, row_parts, column_parts, rows, columns, width, first_pair,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """If the shift failed: the log2 of the sums without pairs, with the maximum of each row or column.
 
     This is rare, so a fixed small number of programs loops over all tiles.
     """
-    if tl.load(params + 3) == 0:
+    if tl.load(scalars + 3) == 0:
         return
     num_pid_m = tl.cdiv(rows, BLOCK_M)
     for pid in range(tl.program_id(0), num_pid_m * tl.cdiv(columns, BLOCK_N), tl.num_programs(0)):
@@ -127,7 +127,7 @@ def safe_sums_tile(
         offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = (offs_m < rows)[:, None] & (offs_n < columns)[None, :]
         mask &= (offs_m + first_pair)[:, None] != offs_n[None, :]
-        tile = tl.where(mask, tile * tl.load(params), float("-inf"))
+        tile = tl.where(mask, tile * tl.load(scalars), float("-inf"))
         top = _finite(tl.max(tile, 1))
         sums = tl.sum(tl.exp2(tile - top[:, None]), 1)
         tl.store(row_parts + pid_n * rows + offs_m, top + tl.log2(sums), mask=offs_m < rows)
@@ -139,9 +139,9 @@ def safe_sums_tile(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def combine_logs(parts, logs, params, count, length, BLOCK: tl.constexpr):
+def combine_logs(parts, logs, scalars, count, length, BLOCK: tl.constexpr):
     """If the shift failed: add the parts to ``logs``, both log2 of sums, as log2(sum of 2^part)."""
-    if tl.load(params + 3) == 0:
+    if tl.load(scalars + 3) == 0:
         return
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(logs + offs, mask=offs < length, other=0.0)
@@ -154,7 +154,7 @@ def combine_logs(parts, logs, params, count, length, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=_SIZES)
 def softmax_tile(
-    q, k, params, row_lse, column_lse, weights, rows, columns, width, smoothing,
+    q, k, scalars, row_lse, column_lse, weights, rows, columns, width, smoothing,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr, STORE_SCALE: tl.constexpr,
 ):  # fmt: skip
@@ -165,7 +165,7 @@ def softmax_tile(
     because they would need more registers and lower the occupancy.
     """
     if HAS_COLUMNS:  # noqa: SIM102  a constant at compile time, unlike the next condition
-        if tl.load(params + 3) != 0:
+        if tl.load(scalars + 3) != 0:
             return
     num_pid_m = tl.cdiv(rows, BLOCK_M)
     start_m, start_n = (
@@ -174,7 +174,7 @@ def softmax_tile(
     )
     tile = _products(q, k, start_m, start_n, width, BLOCK_M, BLOCK_N, BLOCK_K)
     offs_m, offs_n = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
-    scale, shift = tl.load(params), tl.load(params + 1)
+    scale, shift = tl.load(scalars), tl.load(scalars + 1)
     by_row = tl.load(row_lse + offs_m, mask=offs_m < rows, other=0.0)
     if HAS_COLUMNS:
         by_column = tl.load(column_lse + offs_n, mask=offs_n < columns, other=0.0)
@@ -189,7 +189,7 @@ def softmax_tile(
 
 @triton.jit(do_not_specialize=_SIZES)
 def safe_softmax_tile(
-    q, k, params, row_lse, column_lse, weights, rows, columns, width, smoothing,
+    q, k, scalars, row_lse, column_lse, weights, rows, columns, width, smoothing,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
     STORE_SCALE: tl.constexpr,
 ):  # fmt: skip
@@ -197,12 +197,12 @@ def safe_softmax_tile(
 
     This is rare, so a fixed small number of programs loops over all tiles.
     """
-    if tl.load(params + 3) == 0:
+    if tl.load(scalars + 3) == 0:
         return
     num_pid_m = tl.cdiv(rows, BLOCK_M)
     for pid in range(tl.program_id(0), num_pid_m * tl.cdiv(columns, BLOCK_N), tl.num_programs(0)):
         start_m, start_n = pid % num_pid_m * BLOCK_M, pid // num_pid_m * BLOCK_N
-        tile = _products(q, k, start_m, start_n, width, BLOCK_M, BLOCK_N, BLOCK_K) * tl.load(params)
+        tile = _products(q, k, start_m, start_n, width, BLOCK_M, BLOCK_N, BLOCK_K) * tl.load(scalars)
         offs_m, offs_n = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
         by_row = tl.load(row_lse + offs_m, mask=offs_m < rows, other=0.0)
         by_column = tl.load(column_lse + offs_n, mask=offs_n < columns, other=0.0)
@@ -227,7 +227,7 @@ def _reciprocal(x):
 
 @triton.jit(do_not_specialize=_SIZES)
 def sigmoid_tile(
-    q, k, params, pair_weights, softplus_parts, weight_parts, weights, rows, columns, width, first_pair,
+    q, k, scalars, pair_weights, softplus_parts, weight_parts, weights, rows, columns, width, first_pair,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STORE_WEIGHTS: tl.constexpr,
     STORE_SCALE: tl.constexpr,
 ):  # fmt: skip
@@ -240,7 +240,7 @@ def sigmoid_tile(
     tile = _products(q, k, pid_m * BLOCK_M, pid_n * BLOCK_N, width, BLOCK_M, BLOCK_N, BLOCK_K)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    tile = tile * tl.load(params) + tl.load(params + 2)
+    tile = tile * tl.load(scalars) + tl.load(scalars + 2)
     has_pairs = _has_pairs(pid_m, pid_n, first_pair, BLOCK_M, BLOCK_N)
     if has_pairs:
         tile = tl.where((offs_m + first_pair)[:, None] == offs_n[None, :], float("-inf"), tile)
@@ -326,14 +326,14 @@ def _maximum(parts, count, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("count_q", "count_k"))
-def write_params(
-    norms_q, norms_k, count_q, count_k, scale, bias, params, max_exponent,
+def write_scalars(
+    norms_q, norms_k, count_q, count_k, scale, bias, scalars, max_exponent,
     HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write ``params``, with a shift that keeps every score - shift (bias excluded) at most ``max_exponent``."""
+    """Write ``scalars``, with a shift that keeps every score - shift (bias excluded) at most ``max_exponent``."""
     factor = tl.load(scale)
     bound = tl.abs(factor) * _maximum(norms_q, count_q, BLOCK) * _maximum(norms_k, count_k, BLOCK)
-    tl.store(params, factor * LOG2E)
-    tl.store(params + 1, tl.maximum(bound - max_exponent, 0.0) * LOG2E)
-    tl.store(params + 2, tl.load(bias) * LOG2E if HAS_BIAS else 0.0)
-    tl.store(params + 3, 0.0)
+    tl.store(scalars, factor * LOG2E)
+    tl.store(scalars + 1, tl.maximum(bound - max_exponent, 0.0) * LOG2E)
+    tl.store(scalars + 2, tl.load(bias) * LOG2E if HAS_BIAS else 0.0)
+    tl.store(scalars + 3, 0.0)

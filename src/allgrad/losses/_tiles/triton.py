@@ -75,7 +75,7 @@ class TileConfig(NamedTuple):
 
 
 class TritonTiles(Tiles):
-    """``Tiles`` with Triton kernels. ``state`` holds the ``params`` that the kernels read."""
+    """``Tiles`` with Triton kernels. ``state`` holds the ``scalars`` that the kernels read."""
 
     panel, sums_panel = 8192, 16384
     sums_config = TileConfig(128, 128, 64, 4, 2)
@@ -93,28 +93,28 @@ class TritonTiles(Tiles):
     ) -> None:
         super().__init__(q, k, scale, bias=bias, first_pair=first_pair)
         self.aligned_q, self.aligned_k = _aligned(q), _aligned(k)
-        self.params = self._write_params() if state is None else state
-        self.state = self.params
+        self.scalars = self._write_scalars() if state is None else state
+        self.state = self.scalars
         # Weights are at most 2. Stored times 2^14, small ones keep their digits in float16.
         self.store_scale = 2.0**14 if q.dtype == torch.float16 else 1.0
 
-    def _write_params(self) -> Tensor:
+    def _write_scalars(self) -> Tensor:
         """Scale, shift and bias to base 2, and the flag of a failed shift, unset."""
         norms_q, norms_k = _max_norms(self.q), _max_norms(self.k)
-        params = self.scale.new_empty(4)
-        kernels.write_params[(1,)](
+        scalars = self.scale.new_empty(4)
+        kernels.write_scalars[(1,)](
             norms_q,
             norms_k,
             len(norms_q),
             len(norms_k),
             self.scale,
             self.scale if self.bias is None else self.bias,
-            params,
+            scalars,
             _MAX_EXPONENT,
             HAS_BIAS=self.bias is not None,
             BLOCK=_COMBINE_BLOCK,
         )
-        return params
+        return scalars
 
     def lse(self, kind: LossKind) -> tuple[Tensor, Tensor | None]:
         """The logsumexp of each row and, for SOFTMAX_BOTH, of each column, without pairs."""
@@ -129,9 +129,9 @@ class TritonTiles(Tiles):
                 column_sums += column_parts.sum(0)
         lowest = torch.minimum(row_sums.min(), column_sums.min()) if both else row_sums.min()
         failed = ~(lowest >= math.exp(_MIN_LOG_SUM))
-        self.params[3] = failed
+        self.scalars[3] = failed
         row_logs, column_logs = self._safe_logs(both)
-        shift = self.params[1]
+        shift = self.scalars[1]
         row_lse = torch.where(failed, row_logs, row_sums.log2_() + shift) / _LOG2E
         if not both:
             return row_lse, None
@@ -149,7 +149,7 @@ class TritonTiles(Tiles):
             for parts, logs in ((row_parts, row_logs[rows]), (column_parts, column_logs)):
                 grid = (triton.cdiv(len(logs), _COMBINE_BLOCK),)
                 kernels.combine_logs[grid](
-                    parts, logs, self.params, parts.shape[0], len(logs), BLOCK=_COMBINE_BLOCK
+                    parts, logs, self.scalars, parts.shape[0], len(logs), BLOCK=_COMBINE_BLOCK
                 )
         return row_logs, column_logs
 
@@ -165,7 +165,7 @@ class TritonTiles(Tiles):
         args = (
             TensorDescriptor.from_tensor(q, [config.block_m, config.block_k]),
             TensorDescriptor.from_tensor(k, [config.block_n, config.block_k]),
-            self.params,
+            self.scalars,
             row_parts,
             column_parts,
             len(q),
@@ -238,7 +238,7 @@ class TritonTiles(Tiles):
         args = (
             TensorDescriptor.from_tensor(q, [config.block_m, config.block_k]),
             TensorDescriptor.from_tensor(k, [config.block_n, config.block_k]),
-            self.params,
+            self.scalars,
             row_logs[rows],
             row_logs if column_logs is None else column_logs[columns],
             TensorDescriptor.from_tensor(by_score, [config.block_m, config.block_n]),
@@ -271,7 +271,7 @@ class TritonTiles(Tiles):
         kernels.sigmoid_tile[grid](
             TensorDescriptor.from_tensor(q, [config.block_m, config.block_k]),
             TensorDescriptor.from_tensor(k, [config.block_n, config.block_k]),
-            self.params,
+            self.scalars,
             sums if pair_weights is None else pair_weights[rows],
             sums[0],
             sums[1],
