@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from allgrad._core.torch_internals import flatten_dense, unflatten_dense
 
@@ -24,12 +23,7 @@ __all__ = [
     "plain",
     "together",
     "whole",
-    "zeros",
 ]
-
-# Of these types is real memory, and what TorchDynamo traces. In graphs tensors are laid flat, as
-# their ops want them.
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def even(total: int, parts: int) -> tuple[int, ...]:
@@ -56,7 +50,7 @@ def together(xs: Sequence[Tensor]) -> Tensor:
 
 def whole(xs: Sequence[Tensor]) -> Tensor:
     """The same for what is not cut: a single tensor keeps its shape, for a view costs time too."""
-    if len(xs) == 1 and type(xs[0]) in _PLAIN and not is_dynamo_compiling():
+    if len(xs) == 1:
         return plain(xs[0])
     return together(xs)
 
@@ -66,7 +60,7 @@ def apart_like(flat: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
     if len(xs) == 1 and flat.dim() == xs[0].dim():
         return [flat]
     # In one call of torch, which gives tensors without elements another shape.
-    if len(xs) > 1 and not torch.compiler.is_compiling() and all(map(torch.numel, xs)):
+    if len(xs) > 1 and all(map(torch.numel, xs)):
         return list(unflatten_dense(flat, xs))
     return apart(flat, [x.shape for x in xs])
 
@@ -80,23 +74,8 @@ def apart(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def nothing(xs: Sequence[Tensor]) -> Tensor:
-    """No elements of the tensors, flat, and linked to them.
-
-    A compiler differentiates what it traced: a rank that sends nothing still takes part in backward
-    (test_rank_that_sends_or_gets_nothing_takes_part).
-    """
-    if not torch.compiler.is_compiling():
-        return xs[0].new_empty(0)
-    empty = [(x if x.dim() else x.reshape(1)).narrow(0, 0, 0).reshape(-1) for x in xs]
-    return sum(empty[1:], empty[0])
-
-
-def zeros(received: Tensor, shape: Sequence[int]) -> Tensor:
-    """Zeros on a rank that received nothing, linked to that nothing, for the same reason."""
-    fresh = received.new_zeros(shape)
-    if torch.compiler.is_compiling() and (received.is_floating_point() or received.is_complex()):
-        return fresh + received.sum()
-    return fresh
+    """No elements of the tensors, flat."""
+    return xs[0].new_empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +93,7 @@ class Cut:
 
     def by_rows(self, xs: Sequence[Tensor]) -> bool:
         """Tell whether what travels is a single tensor as it is, counted in rows."""
-        if len(xs) > 1 or self.dims[0] != 0:
-            return False
-        return type(xs[0]) in _PLAIN and not is_dynamo_compiling()
+        return len(xs) == 1 and self.dims[0] == 0
 
     def counts(self, xs: Sequence[Tensor]) -> Sequence[int]:
         """What belongs to each rank, all tensors together: elements, or rows of a single tensor."""
@@ -135,6 +112,14 @@ class Cut:
             _with_length(x.shape, dim, sizes[rank])
             for x, dim, sizes in zip(xs, self.dims, self.sizes, strict=True)
         ]
+
+    def lengths(self, rank: int) -> list[int]:
+        """The length of one rank's block of each tensor, along its dim."""
+        return [sizes[rank] for sizes in self.sizes]
+
+    def totals(self) -> list[int]:
+        """The length of each tensor along its dim."""
+        return [sum(sizes) for sizes in self.sizes]
 
     def none(self, xs: Sequence[Tensor]) -> list[list[int]]:
         """The shapes of empty blocks."""

@@ -7,6 +7,7 @@ still tells which call it belongs to and, while calls are checked, where in the 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import weakref
 from functools import lru_cache
@@ -17,12 +18,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from allgrad._core.torch_internals import backend_device_types, backend_for
+from allgrad._core.torch_internals import (
+    backend_device_types,
+    backend_for,
+    constant_in_graphs,
+    process_group_named,
+    traced_frames,
+)
 from allgrad.errors import GroupError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import FrameType
+
+    from torch import Tensor
 
 __all__ = [
     "Group",
@@ -30,8 +39,12 @@ __all__ = [
     "call_site",
     "describe_calls",
     "message_device",
+    "named",
     "reference",
     "resolve",
+    "shape_text",
+    "shapes_in_graph",
+    "traced_site",
     "world_rank",
     "world_store",
 ]
@@ -88,7 +101,7 @@ class Group(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _backend_name(held: Any, device: torch.device) -> str:
-    group: Any = held()
+    group: Any = held() if isinstance(held, weakref.ref) else held
     return "" if group is None else str(backend_for(group, device).name())
 
 
@@ -141,13 +154,47 @@ def resolve(call: str, group: GroupLike, facts: Callable[[], str] | None = None)
     if rank < 0:
         raise _not_a_member(call)
     if torch.compiler.is_compiling():
-        return Group(process_group, rank, process_group.size(), call)
+        told = "" if facts is None else facts()
+        return Group(process_group, rank, process_group.size(), call, told, traced_site())
     held = weakref.ref(process_group)
     if not _describing:
         return Group(held, rank, process_group.size(), call)
     told = "" if facts is None else facts()
     serial = _serials[process_group] = _serials.get(process_group, 0) + 1
     return Group(held, rank, process_group.size(), call, told, call_site(), serial)
+
+
+def named(xs: Sequence[Tensor], name: str, call: str, facts: str, site: str) -> Group:
+    """The group of a call in a graph, which keeps its name; ``facts`` gets the shapes of ``xs``."""
+    if not name:
+        return Group(None, 0, 1, call)
+    process_group = process_group_named(name)
+    held, rank, size = weakref.ref(process_group), process_group.rank(), process_group.size()
+    if not _describing:
+        return Group(held, rank, size, call)
+    for free_dim in _SHAPES_OF_GRAPH.findall(facts):
+        text = shape_text(xs, int(free_dim) if free_dim else None)
+        facts = facts.replace(shapes_in_graph(free_dim), text)
+    return Group(held, rank, size, call, facts, site)
+
+
+_SHAPES_OF_GRAPH = re.compile(r"<shapes (-?\d*)>")
+
+
+def shapes_in_graph(free_dim: object) -> str:
+    """Stands for shapes that are known when the graph runs."""
+    return f"<shapes {'' if free_dim is None else free_dim}>"
+
+
+def shape_text(xs: Sequence[Tensor], free_dim: int | None = None) -> str:
+    """Shapes and dtypes in words, as they must be alike on every rank: a free dim is left open."""
+    words = []
+    for x in xs:
+        lengths = [str(n) for n in x.shape]
+        if free_dim is not None and -x.dim() <= free_dim < x.dim():
+            lengths[free_dim] = "*"
+        words.append(f"({', '.join(lengths)}) {str(x.dtype).removeprefix('torch.')}")
+    return "; ".join(words)
 
 
 def _process_group_of(call: str, group: object) -> dist.ProcessGroup:
@@ -197,7 +244,20 @@ def call_site() -> str:
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_OURS, _TORCHS)) and not file.startswith("<"):
+        if _is_users(file):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return "an unknown place"
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((_OURS, _TORCHS)) and not file.startswith("<")
+
+
+@constant_in_graphs
+def traced_site() -> str:
+    """The same for a line that a compiler traces."""
+    for frame in reversed(traced_frames()):
+        if _is_users(frame.filename):
+            return f"{frame.filename}:{frame.lineno}"
+    return call_site()

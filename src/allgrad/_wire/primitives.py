@@ -3,8 +3,6 @@
 No gradients here. Every call takes contiguous memory, leaves it as it was, and returns new memory.
 Counts by rank are lengths along the first dimension. Six calls are enough: whatever gathers,
 scatters or permutes is an ``all_to_all`` with the right counts.
-
-In graphs, what has counts is flat: a tensor of one dimension.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from torch import Tensor
 
 from allgrad._core import call_queue as departures
 from allgrad._wire import eager as moves
-from allgrad._wire import graph_ops as graph_wire
 from allgrad._wire.groups import Group, GroupLike, message_device, resolve
 
 if TYPE_CHECKING:
@@ -54,7 +51,6 @@ class Planned(NamedTuple):
     receive: Sequence[int] = ()
 
 
-_REAL = frozenset({Tensor, torch.nn.Parameter})
 _watcher: Callable[[Group, Planned], AbstractContextManager[None]] | None = None
 
 
@@ -69,24 +65,20 @@ def all_reduce(group: Group, x: Tensor, *, scratch: bool = False) -> Tensor:
 
     ``scratch`` gives ``x`` away: the result may take its memory.
     """
-    if _at_once(group, x):
+    if _at_once(group):
         return moves.all_reduce(group, x, scratch)
-    if _stays_here(group, x):
+    if group.size == 1:
         return x if scratch else x.clone()
-    if graph_wire.in_graph(x):
-        return _flattened(x, lambda flat: graph_wire.all_reduce(flat, group.name))
     planned = Planned("all_reduce", x.dtype, x.device, x.numel())
     return _in_turn(group, planned, moves.all_reduce, x, scratch)
 
 
 def broadcast(group: Group, x: Tensor, src: int) -> Tensor:
     """What ``src`` holds, on every rank."""
-    if _at_once(group, x):
+    if _at_once(group):
         return moves.broadcast(group, x, src)
-    if _stays_here(group, x):
+    if group.size == 1:
         return x.clone()
-    if graph_wire.in_graph(x):
-        return _flattened(x, lambda flat: graph_wire.broadcast(flat, src, group.name))
     planned = Planned("broadcast", x.dtype, x.device, x.numel(), src)
     return _in_turn(group, planned, moves.broadcast, x, src)
 
@@ -105,14 +97,10 @@ def overwrite(group: Group, x: Tensor, src: int) -> Callable[[], None]:
 
 def reduce(group: Group, x: Tensor, dst: int) -> Tensor:
     """Sum over ranks on ``dst``; zeros on the others."""
-    if _at_once(group, x):
+    if _at_once(group):
         return moves.reduce(group, x, dst)
-    if _stays_here(group, x):
+    if group.size == 1:
         return x.clone()
-    if graph_wire.in_graph(x):
-        return _flattened(
-            x, lambda flat: graph_wire.reduce(flat, dst, group.rank, group.size, group.name)
-        )
     planned = Planned("reduce", x.dtype, x.device, x.numel(), dst)
     return _in_turn(group, planned, moves.reduce, x, dst)
 
@@ -124,12 +112,10 @@ def all_to_all(
 
     ``equal`` tells that all blocks between all ranks are known to have one size.
     """
-    if _at_once(group, x):
+    if _at_once(group):
         return moves.all_to_all(group, x, send, receive, equal)
-    if _stays_here(group, x):
-        return x.clone() if group.size == 1 else x.new_empty((sum(receive), *x.shape[1:]))
-    if graph_wire.in_graph(x):
-        return graph_wire.all_to_all(x, send, receive, group.name)
+    if group.size == 1:
+        return x.clone()
     counts = _in_elements(x, send), _in_elements(x, receive)
     planned = Planned("all_to_all", x.dtype, x.device, 0, -1, *counts)
     return _in_turn(group, planned, moves.all_to_all, x, send, receive, equal)
@@ -137,24 +123,20 @@ def all_to_all(
 
 def all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
     """Every rank's block, in rank order, on every rank."""
-    if _at_once(group, x):
+    if _at_once(group):
         return moves.all_gather(group, x, counts)
-    if _stays_here(group, x):
-        return x.clone() if group.size == 1 else x.new_empty((sum(counts), *x.shape[1:]))
-    if graph_wire.in_graph(x):
-        return graph_wire.all_gather(x, counts, group.name)
+    if group.size == 1:
+        return x.clone()
     planned = Planned("all_gather", x.dtype, x.device, 0, -1, _in_elements(x, counts))
     return _in_turn(group, planned, moves.all_gather, x, counts)
 
 
 def reduce_scatter(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
     """Block ``r`` of ``x``, summed over ranks, on rank ``r``."""
-    if _at_once(group, x):
+    if _at_once(group):
         return moves.reduce_scatter(group, x, counts)
-    if _stays_here(group, x):
-        return x.clone() if group.size == 1 else x.new_empty((counts[group.rank], *x.shape[1:]))
-    if graph_wire.in_graph(x):
-        return graph_wire.reduce_scatter(x, counts, group.rank, group.name)
+    if group.size == 1:
+        return x.clone()
     planned = Planned("reduce_scatter", x.dtype, x.device, 0, -1, _in_elements(x, counts))
     return _in_turn(group, planned, moves.reduce_scatter, x, counts)
 
@@ -172,31 +154,17 @@ def send_words(
     return heard
 
 
-def _flattened(x: Tensor, call: Callable[[Tensor], Tensor]) -> Tensor:
-    return call(x) if x.dim() == 1 else call(x.view(-1)).view(x.shape)
-
-
 def _in_elements(x: Tensor, counts: Sequence[int]) -> list[int]:
     """Counts as ranks compare them: pieces of other widths do not fit."""
     width = prod(x.shape[1:])
     return [count * width for count in counts]
 
 
-def _at_once(group: Group, x: Tensor) -> bool:
+def _at_once(group: Group) -> bool:
     """Nothing stands between the call and the backend: most calls, told in the shortest way."""
     return (
-        not torch.compiler.is_dynamo_compiling()
-        and _watcher is None
-        and (not departures.LINE.waiting or departures.free())
-        and group.size > 1
-        and type(x) in _REAL
-        and not x.is_meta
+        _watcher is None and (not departures.LINE.waiting or departures.free()) and group.size > 1
     )
-
-
-def _stays_here(group: Group, x: Tensor) -> bool:
-    """No communication: a world of one, or a meta tensor that only has a shape."""
-    return group.size == 1 or x.is_meta
 
 
 def _in_turn(group: Group, planned: Planned, move: Callable[..., Tensor], *args: Any) -> Tensor:

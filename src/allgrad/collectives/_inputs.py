@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from allgrad._autograd.async_calls import Handle, Landed, start
-from allgrad._autograd.transforms import apply
-from allgrad._core.partition import Cut, even
-from allgrad._wire import graph_ops as graph_wire
+from allgrad._autograd.transforms import apply, has_no_memory
+from allgrad._core.partition import even
+from allgrad._core.torch_internals import lengths_differ
 from allgrad._wire import handshake as agreement
+from allgrad._wire.groups import shape_text, shapes_in_graph
 from allgrad._wire.handshake import Announcement, Brought
 from allgrad.containers.nests import Frame, split_tensors
 from allgrad.errors import GroupError, InputError, ModeError, SizesError, TensorError
@@ -30,9 +31,10 @@ __all__ = [
     "attempt",
     "check_grad",
     "check_rank",
+    "exchange",
     "given_sizes",
+    "held_sizes",
     "only_shapes",
-    "own_pieces",
     "require_fit",
     "shapes",
     "shares",
@@ -116,13 +118,9 @@ def shapes(x: object, free_dim: int | None = None) -> str:
         tensors = [x] if isinstance(x, Tensor) else split_tensors(x)[0]
     except InputError:
         return "?"
-    words = []
-    for t in tensors:
-        lengths = [str(n) for n in t.shape]
-        if free_dim is not None and -t.dim() <= free_dim < t.dim():
-            lengths[free_dim] = "*"
-        words.append(f"({', '.join(lengths)}) {str(t.dtype).removeprefix('torch.')}")
-    return "; ".join(words)
+    if torch.compiler.is_compiling() and any(t.dim() for t in tensors):
+        return shapes_in_graph(free_dim)
+    return shape_text(tensors, free_dim)
 
 
 def take(op: str, x: Nest) -> Taken[Nest]:
@@ -221,7 +219,7 @@ def shares(
             )
         return (length // group.size,) * group.size
     values = given_sizes(op, group, sizes, name)
-    if sum(values) != length:
+    if lengths_differ(sum(values), length):
         raise SizesError(
             f"{op}: {name}={list(values)} add up to {sum(values)}, but x has {length} there.\n"
             "Give sizes that add up to x's length along dim."
@@ -229,45 +227,17 @@ def shares(
     return values
 
 
-def _held(op: str, group: Group, length: int, sizes: Sizes) -> tuple[int, ...]:
+def held_sizes(op: str, group: Group, length: int, sizes: Sizes) -> tuple[int, ...]:
     """What each rank holds, as the caller says."""
     if isinstance(sizes, str) and sizes == "equal":
         return (length,) * group.size
     values = given_sizes(op, group, sizes)
-    if values[group.rank] != length:
+    if lengths_differ(values[group.rank], length):
         raise SizesError(
             f"{op}: sizes={list(values)} say that rank {group.rank} holds {values[group.rank]}, "
             f"but it holds {length}.\nGive what each rank holds along dim, in rank order."
         )
     return values
-
-
-def own_pieces(
-    op: str, group: Group, x: Nest, dim: object, sizes: Sizes
-) -> tuple[Taken[Nest], Cut]:
-    """Check pieces of a ragged whole, and find what each rank holds of it.
-
-    With ``sizes=None`` a mistake on one rank is told to all of them in the size exchange.
-    """
-
-    def check() -> tuple[Taken[Nest], tuple[int, ...]]:
-        taken = take(op, x)
-        dims = taken.dims(op, dim)
-        return taken.at_least_vectors(), dims
-
-    find_out = sizes is None and group.size > 1
-    checked = attempt(check, others_wait=find_out)
-    if isinstance(checked, InputError):
-        raise announce(op, group, x, checked)
-    taken, dims = checked
-    lengths = [t.shape[d] for t, d in zip(taken.tensors, dims, strict=True)]
-    if not find_out:
-        known = "equal" if sizes is None else sizes
-        return taken, Cut(dims, tuple(_held(op, group, n, known) for n in lengths))
-    heard = exchange(op, group, taken, dims)
-    require_fit(op, taken, heard, free=True)
-    found = zip(*([b.shape[b.dim] for b in a.tensors] for a in heard), strict=True)
-    return taken, Cut(dims, tuple(found))
 
 
 def attempt(check: Callable[[], T], *, others_wait: bool) -> T | InputError:
@@ -290,8 +260,8 @@ def exchange(
     """Tell all ranks what this one brings; raise if any of them has a problem with its own."""
     if only_shapes(taken):
         raise ModeError(
-            f"{op}: under torch.compile, and for fake and meta tensors, the ranks cannot tell each "
-            f"other their sizes.\n{_ADVICE.get(op, _ADVICE['all_gather'])}"
+            f"{op}: of fake and meta tensors the ranks cannot tell each other the sizes.\n"
+            f"{_ADVICE.get(op, _ADVICE['all_gather'])}"
         )
     brought = tuple(
         Brought(t.dtype, tuple(t.shape), dim) for t, dim in zip(taken.tensors, dims, strict=True)
@@ -310,8 +280,8 @@ _ADVICE = {
 
 
 def only_shapes(taken: Taken[Any]) -> bool:
-    """Tell whether no message can be sent about the call before it: it is traced, or fake, or meta."""
-    return torch.compiler.is_compiling() or any(graph_wire.only_shapes(t) for t in taken.tensors)
+    """Tell whether no message can be sent about the call before it: its tensors are fake or meta."""
+    return any(has_no_memory(t) for t in taken.tensors)
 
 
 def announce(op: str, group: Group, x: object, problem: InputError) -> InputError:
@@ -392,6 +362,8 @@ def _require_one_fits(op: str, heard: list[Brought], free: bool) -> None:
 def _index(value: object) -> int | None:
     if isinstance(value, bool):
         return None
+    if isinstance(value, int):
+        return value  # a compiler keeps it symbolic
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:

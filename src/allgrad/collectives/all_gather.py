@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from allgrad._autograd.adjoint_pair import AdjointPair
+import torch
+
+from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
 from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
-from allgrad._core.partition import Cut, apart, plain, together
-from allgrad._wire import graph_ops as graph_wire
+from allgrad._core.partition import Cut, apart, plain
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import (
     Grad,
@@ -18,16 +19,14 @@ from allgrad.collectives._inputs import (
     announce,
     attempt,
     check_grad,
-    exchange,
     only_shapes,
-    own_pieces,
-    require_fit,
     shapes,
     shares,
     take,
     way_to_run,
 )
 from allgrad.collectives._pair_cache import frozen, recall, remember
+from allgrad.collectives._size_exchange import check_equal_shapes, own_pieces
 from allgrad.collectives.all_to_all import exchange_pair
 from allgrad.errors import InputError
 
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from allgrad._autograd.adjoint_pair import Ends
     from allgrad._wire.primitives import Group, GroupLike
 
 __all__ = [
@@ -138,16 +138,15 @@ def reduce_scatter(
     if isinstance(checked, InputError):
         raise announce("reduce_scatter", ranks, x, checked)
     taken, cut, found = checked
-    if verify and not only_shapes(taken):
-        heard = exchange("reduce_scatter", ranks, taken, cut.dims)
-        require_fit("reduce_scatter", taken, heard, free=False)
+    if verify and not (only_shapes(taken) and not torch.compiler.is_compiling()):
+        check_equal_shapes("reduce_scatter", ranks, taken, cut.dims)
 
     def run(which: list[int], xs: list[Tensor]) -> Any:
         reduction = found[which[0]]
         if not reduction.linear:
             return reduce_pieces(ranks, reduction, xs, cut.of(which))
         share = 1 if reduction.name == "sum" else ranks.size
-        pair = gather_pair(ranks, cut.of(which), divided_by=share).adjoint
+        pair = gather_pair(ranks, cut.of(which), share).adjoint
         if given is not None and xs[0] is x:  # not a vector made of a single number
             remember(pair, *given)
         return way_to_run(async_op)(pair, xs)
@@ -225,7 +224,12 @@ def _shares(op: str, ranks: Group, taken: Taken[Any], dims: tuple[int, ...], siz
     return Cut(dims, tuple(shares(op, ranks, length, sizes) for length in lengths))
 
 
-def gather_pair(ranks: Group, cut: Cut, *, divided_by: int = 1) -> AdjointPair:
+def _ends(ranks: Group, cut: Cut, *_: int) -> Ends:
+    return cut.lengths(ranks.rank), cut.totals()
+
+
+@makes_pair("all_gather", _ends)
+def gather_pair(ranks: Group, cut: Cut, divided_by: int = 1) -> AdjointPair:
     """all_gather <-> reduce_scatter, both divided by a number where a mean is meant."""
 
     def gather(xs: Sequence[Tensor]) -> list[Tensor]:
@@ -239,22 +243,14 @@ def gather_pair(ranks: Group, cut: Cut, *, divided_by: int = 1) -> AdjointPair:
     return AdjointPair("all_gather", "reduce_scatter", gather, reduce_and_keep)
 
 
+@makes_pair("all_gather same", _ends)
 def once_pair(ranks: Group, cut: Cut) -> AdjointPair:
     """all_gather <-> split: pieces on one side, on the other a joined value that counts once."""
 
     def keep(xs: Sequence[Tensor]) -> list[Tensor]:
         return [plain(x) if not x.is_contiguous() else x.clone() for x in cut.own(xs, ranks.rank)]
 
-    def gather_once(xs: Sequence[Tensor]) -> list[Tensor]:
-        counts = cut.counts(xs)
-        return cut.join(graph_wire.gather_once(together(xs), counts, ranks.rank, ranks.name), xs)
-
-    def keep_block(xs: Sequence[Tensor]) -> list[Tensor]:
-        flat = graph_wire.keep_block(cut.lay_out(xs), cut.counts(xs), ranks.rank, ranks.name)
-        return apart(flat, cut.shapes(xs, ranks.rank))
-
-    traced = (gather_once, keep_block) if ranks.size > 1 else None
-    return AdjointPair("all_gather", "split", gather_pair(ranks, cut).forward, keep, traced)
+    return AdjointPair("all_gather", "split", gather_pair(ranks, cut).forward, keep)
 
 
 def _divide(fresh: Tensor, by: int) -> Tensor:

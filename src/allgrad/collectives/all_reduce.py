@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
 from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
-from allgrad._core.partition import Cut, apart_like, even, together, whole
-from allgrad._wire import graph_ops as graph_wire
+from allgrad._core.partition import Cut, apart_like, even, whole
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import Grad, Nest, check_grad, shapes, take, way_to_run
 from allgrad.collectives._pair_cache import recall, remember
@@ -114,33 +113,24 @@ def share(x: Nest, *, group: GroupLike = None, async_op: bool = False) -> Nest:
     return take("share", x).run(lambda _, xs: run(pair, xs), async_op=async_op)
 
 
+@makes_pair("all_reduce")
 def _sum_pair(ranks: Group, divided_by: int) -> AdjointPair:
     reduce = partial(_reduced, ranks, divided_by)
     return AdjointPair("all_reduce", "all_reduce", reduce, reduce)
 
 
+@makes_pair("all_reduce same")
 def _once_pair(ranks: Group, divided_by: int) -> AdjointPair:
     """all_reduce <-> share: terms on one side, on the other a sum that counts once."""
 
     def hand_over(xs: Sequence[Tensor]) -> list[Tensor]:
         return [x if divided_by == 1 else x / divided_by for x in xs]
 
-    def reduce_once(xs: Sequence[Tensor]) -> list[Tensor]:
-        return _divided(graph_wire.sum_once(together(xs), ranks.name), xs, divided_by)
-
-    def share(xs: Sequence[Tensor]) -> list[Tensor]:
-        return _divided(graph_wire.share(together(xs), ranks.name), xs, divided_by)
-
-    traced = (reduce_once, share) if ranks.size > 1 else None
     reduce = partial(_reduced, ranks, divided_by)
-    return AdjointPair("all_reduce", "share", reduce, hand_over, traced)
+    return AdjointPair("all_reduce", "share", reduce, hand_over)
 
 
 def _reduced(ranks: Group, by: int, xs: Sequence[Tensor]) -> list[Tensor]:
     copied = len(xs) > 1 or not xs[0].is_contiguous()
     total = wire.all_reduce(ranks, whole(xs), scratch=copied)
     return apart_like(total if by == 1 else total.div_(by), xs)
-
-
-def _divided(fresh: Tensor, xs: Sequence[Tensor], by: int) -> list[Tensor]:
-    return apart_like(fresh if by == 1 else fresh.div_(by), xs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
 from allgrad._autograd.transforms import apply
 from allgrad._core.partition import Cut, plain
 from allgrad._wire import primitives as wire
@@ -15,15 +15,14 @@ from allgrad.collectives._inputs import (
     Taken,
     announce,
     attempt,
-    exchange,
     given_sizes,
-    require_fit,
     shapes,
     shares,
     take,
     way_to_run,
 )
 from allgrad.collectives._pair_cache import frozen, recall, remember
+from allgrad.collectives._size_exchange import arriving_sizes
 from allgrad.errors import InputError
 
 if TYPE_CHECKING:
@@ -91,16 +90,13 @@ def all_to_all(
         raise announce("all_to_all", ranks, x, checked)
     taken, send, receive = checked
     if receive is None:
-        heard = exchange("all_to_all", ranks, taken, send.dims, send.sizes)
-        require_fit("all_to_all", taken, heard, free=True)
-        arriving = zip(*([b.amount for b in a.tensors] for a in heard), strict=True)
-        receive = Cut(send.dims, tuple(arriving))
+        receive = arriving_sizes(ranks, taken, send)
     into = receive
 
     equal = isinstance(send_sizes, str) and isinstance(recv_sizes, str)
 
     def run(which: list[int], xs: list[Tensor]) -> Any:
-        pair = exchange_pair(ranks, send.of(which), into.of(which), equal=equal)
+        pair = exchange_pair(ranks, send.of(which), into.of(which), equal)
         if recv_sizes is not None and xs[0] is x:  # not a vector made of a single number
             remember(pair, *given)
         return way_to_run(async_op)(pair, xs)
@@ -108,7 +104,8 @@ def all_to_all(
     return taken.run(run, async_op=async_op)
 
 
-def exchange_pair(ranks: Group, send: Cut, receive: Cut, *, equal: bool = False) -> AdjointPair:
+@makes_pair("all_to_all", lambda _, send, receive, *__: (send.totals(), receive.totals()))
+def exchange_pair(ranks: Group, send: Cut, receive: Cut, equal: bool = False) -> AdjointPair:
     """Blocks of ``send`` sizes out, blocks of ``receive`` sizes in; swapped in the adjoint.
 
     ``equal`` tells that all blocks between all ranks have one size.
@@ -116,8 +113,8 @@ def exchange_pair(ranks: Group, send: Cut, receive: Cut, *, equal: bool = False)
     return AdjointPair(
         "all_to_all",
         "all_to_all",
-        partial(_exchange, ranks, send, receive, equal),
-        partial(_exchange, ranks, receive, send, equal),
+        partial(_exchange, ranks, send, receive, bool(equal)),
+        partial(_exchange, ranks, receive, send, bool(equal)),
     )
 
 

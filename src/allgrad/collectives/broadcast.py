@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
 from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
-from allgrad._core.partition import Cut, apart_like, together, whole
-from allgrad._wire import graph_ops as graph_wire
+from allgrad._core.partition import Cut, apart_like, whole
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import (
     Grad,
@@ -122,6 +121,7 @@ def _reduce(
     return [t.any(0) if t.dtype == torch.bool else t.sum(0, dtype=t.dtype) for t in stacked]
 
 
+@makes_pair("broadcast")
 def _sum_pair(ranks: Group, root: int, divided_by: int = 1) -> AdjointPair:
     def send(xs: Sequence[Tensor]) -> list[Tensor]:
         out = wire.broadcast(ranks, whole(xs), root)
@@ -134,17 +134,9 @@ def _sum_pair(ranks: Group, root: int, divided_by: int = 1) -> AdjointPair:
     return AdjointPair("broadcast", "reduce", send, collect)
 
 
+@makes_pair("broadcast same")
 def _once_pair(ranks: Group, src: int) -> AdjointPair:
     def keep(xs: Sequence[Tensor]) -> list[Tensor]:
         return [x.clone() if ranks.rank == src else torch.zeros_like(x) for x in xs]
 
-    def send_once(xs: Sequence[Tensor]) -> list[Tensor]:
-        flat = graph_wire.broadcast_once(together(xs), src, ranks.name)
-        return apart_like(flat, xs)
-
-    def keep_on(xs: Sequence[Tensor]) -> list[Tensor]:
-        flat = graph_wire.keep_on(together(xs), src, ranks.name)
-        return apart_like(flat, xs)
-
-    traced = (send_once, keep_on) if ranks.size > 1 else None
-    return AdjointPair("broadcast", "keep on src", _sum_pair(ranks, src).forward, keep, traced)
+    return AdjointPair("broadcast", "keep on src", _sum_pair(ranks, src).forward, keep)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
 from allgrad._core.partition import Cut, apart
+from allgrad._core.torch_internals import lengths_differ
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import (
     Nest,
@@ -16,24 +17,23 @@ from allgrad.collectives._inputs import (
     announce,
     attempt,
     check_rank,
-    exchange,
     given_sizes,
     only_shapes,
-    own_pieces,
-    require_fit,
     shapes,
     shares,
     take,
     way_to_run,
 )
-from allgrad.errors import InputError, TensorError, rank_table
+from allgrad.collectives._size_exchange import amounts_from, own_pieces, told_by_source
+from allgrad.errors import InputError, ModeError, SizesError, TensorError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from allgrad._wire.handshake import Announcement, Brought
+    from allgrad._autograd.adjoint_pair import Ends
+    from allgrad._wire.handshake import Brought
     from allgrad._wire.primitives import Group, GroupLike
 
 __all__ = ["gather", "scatter", "to_one_pair"]
@@ -97,7 +97,7 @@ def scatter(
     ``sizes`` are read on ``src``; ``None`` cuts as evenly as possible. Off ``src`` a tensor that
     is empty along ``dim`` may stand for None; it then has an (empty) gradient. When ``src`` cuts a
     nest, the others pass the same nest of such empty tensors. Under ``torch.compile``
-    every rank gives ``sizes``, and those off ``src`` such tensors.
+    every rank passes such tensors.
 
     Cost: one collective each way, and one exchange in which ``src`` tells shape and dtype.
     """
@@ -123,10 +123,11 @@ def scatter(
     if isinstance(checked, InputError):
         raise announce("scatter", ranks, x, checked)
     taken, cut = checked
-    if only_shapes(taken) and _is_known(ranks, taken, sizes):
-        cut = (
-            cut if here else Cut(cut.dims, (given_sizes("scatter", ranks, sizes),) * len(cut.dims))
-        )
+    if torch.compiler.is_compiling() and ranks.size > 1:
+        cut = _cut_in_graph(ranks, taken, cut, src, sizes)
+    elif only_shapes(taken) and _is_known(ranks, taken, sizes):
+        if not here:
+            cut = Cut(cut.dims, (given_sizes("scatter", ranks, sizes),) * len(cut.dims))
     else:
         taken, cut = _told(ranks, taken, cut, src)
     run = way_to_run(async_op)
@@ -143,39 +144,35 @@ def _is_known(ranks: Group, taken: Taken[Any], sizes: Sizes) -> bool:
 
 def _told(ranks: Group, taken: Taken[Any], cut: Cut, src: int) -> tuple[Taken[Any], Cut]:
     """What each rank brings and gets, as src tells it."""
-    heard = exchange("scatter", ranks, taken, cut.dims, cut.sizes)
-    told = _source(taken, heard, src)
+    told = told_by_source(ranks, taken, cut.dims, cut.sizes, src)
     if ranks.rank == src:
         return taken, cut
-    own = ((b.amount if r == ranks.rank else 0 for r in range(ranks.size)) for b in told)
-    cut = Cut(tuple(b.dim for b in told), tuple(tuple(sizes) for sizes in own))
+    cut = _only_own(ranks, tuple(b.dim for b in told), [b.amount for b in told])
     return taken if taken.tensors else _empty(ranks, told), cut
 
 
-def _source(taken: Taken[Any], heard: Sequence[Announcement], src: int) -> tuple[Brought, ...]:
-    """What src tells, once every rank agrees that it is src and fits it."""
-    told = heard[src].tensors
-    if not told or any(b.shape[b.dim] for r, a in enumerate(heard) if r != src for b in a.tensors):
-        raise TensorError(
-            rank_table(
-                "scatter: src holds the tensor to cut.",
-                [", ".join(str(b) for b in a.tensors) or "no tensor" for a in heard],
-                {src: "is src for some rank"},
-                "Give every rank the same src.",
-            )
+def _cut_in_graph(ranks: Group, taken: Taken[Any], cut: Cut, src: int, sizes: Sizes) -> Cut:
+    """The same in a graph, where a rank off src has tensors: their dtypes belong to the graph."""
+    if not taken.tensors:
+        raise ModeError(
+            "scatter: under torch.compile x is a tensor on every rank.\n"
+            "Give the ranks off src a tensor that is empty along dim."
         )
-    if heard[src].names and any(not a.tensors for a in heard):
-        raise TensorError(
-            rank_table(
-                "scatter: src cuts a nest, whose structure every rank must know.",
-                [f"{len(a.tensors)} tensors" for a in heard],
-                {rank: "passed none" for rank, a in enumerate(heard) if not a.tensors},
-                "Pass the same nest on the other ranks, of tensors that are empty along dim.",
-            )
-        )
-    if taken.tensors:
-        require_fit("scatter", taken, [a for a in heard if a.tensors], free=True)
-    return told
+    own = amounts_from(src, ranks, taken, cut)
+    if ranks.rank == src:
+        return cut
+    if _is_known(ranks, taken, sizes):
+        given = given_sizes("scatter", ranks, sizes)[ranks.rank]
+        if any(lengths_differ(length, given) for length in own):
+            raise SizesError("scatter: sizes= differ from src's.\nGive every rank the same sizes.")
+        own = [given] * len(own)
+    return _only_own(ranks, cut.dims, own)
+
+
+def _only_own(ranks: Group, dims: tuple[int, ...], own: Sequence[int]) -> Cut:
+    """The cut as a rank knows it that only gets its own blocks."""
+    sizes = ([n if r == ranks.rank else 0 for r in range(ranks.size)] for n in own)
+    return Cut(dims, tuple(map(tuple, sizes)))
 
 
 def _empty(ranks: Group, told: Sequence[Brought]) -> Taken[Any]:
@@ -189,6 +186,12 @@ def _empty(ranks: Group, told: Sequence[Brought]) -> Taken[Any]:
     return Taken(tensors, None)
 
 
+def _ends(ranks: Group, cut: Cut, root: int) -> Ends:
+    joined = cut.totals() if ranks.rank == root else [0] * len(cut.dims)
+    return cut.lengths(ranks.rank), joined
+
+
+@makes_pair("gather", _ends)
 def to_one_pair(ranks: Group, cut: Cut, root: int) -> AdjointPair:
     """Gather <-> scatter. Off ``root`` only the own sizes are looked at."""
     here = ranks.rank == root

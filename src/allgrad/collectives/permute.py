@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from allgrad._autograd.adjoint_pair import AdjointPair
-from allgrad._core.partition import Cut, apart, zeros
+from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
+from allgrad._core.partition import Cut, apart
 from allgrad._wire import primitives as wire
-from allgrad.collectives._inputs import Nest, Sizes, check_rank, own_pieces, shapes, way_to_run
+from allgrad.collectives._inputs import Nest, Sizes, check_rank, shapes, way_to_run
+from allgrad.collectives._size_exchange import own_pieces
 from allgrad.errors import GroupError, InputError
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from allgrad._autograd.adjoint_pair import Ends
     from allgrad._wire.primitives import Group, GroupLike
 
 __all__ = ["permute", "permute_pair", "shift"]
@@ -54,7 +56,7 @@ def permute(
     taken, cut = own_pieces("permute", ranks, x, dim, sizes)
     run = way_to_run(async_op)
     return taken.run(
-        lambda which, xs: run(permute_pair(ranks, to, cut.of(which)), xs), async_op=async_op
+        lambda which, xs: run(permute_pair(ranks, cut.of(which), *to), xs), async_op=async_op
     )
 
 
@@ -87,17 +89,24 @@ def shift(
     )
     if isinstance(offset, bool) or not isinstance(offset, int):
         raise InputError(f"shift: offset={offset!r} is not a whole number.\nGive ranks to move on.")
-    landing = ((rank, rank + offset) for rank in range(ranks.size))
-    to = {a: b % ranks.size for a, b in landing if wrap or 0 <= b < ranks.size}
+    landing = [rank + offset for rank in range(ranks.size)]
+    to = [rank % ranks.size if wrap or 0 <= rank < ranks.size else -1 for rank in landing]
     taken, cut = own_pieces("permute", ranks, x, dim, sizes)
     run = way_to_run(async_op)
     return taken.run(
-        lambda which, xs: run(permute_pair(ranks, to, cut.of(which)), xs), async_op=async_op
+        lambda which, xs: run(permute_pair(ranks, cut.of(which), *to), xs), async_op=async_op
     )
 
 
-def permute_pair(ranks: Group, to: Mapping[int, int], cut: Cut) -> AdjointPair:
-    """Pieces to where ``to`` says <-> pieces back."""
+def _ends(ranks: Group, cut: Cut, *to: int) -> Ends:
+    came_from = to.index(ranks.rank) if ranks.rank in to else ranks.rank
+    return cut.lengths(ranks.rank), cut.lengths(came_from)
+
+
+@makes_pair("permute", _ends)
+def permute_pair(ranks: Group, cut: Cut, *destinations: int) -> AdjointPair:
+    """Pieces from each rank to its destination, or nowhere if that is -1 <-> pieces back."""
+    to = {a: b for a, b in enumerate(destinations) if b >= 0}
     back = {b: a for a, b in to.items()}
     landed = (tuple(s[back.get(rank, rank)] for rank in range(ranks.size)) for s in cut.sizes)
     after = Cut(cut.dims, tuple(landed))
@@ -113,7 +122,7 @@ def permute_pair(ranks: Group, to: Mapping[int, int], cut: Cut) -> AdjointPair:
         sent = cut.pieces(xs) if ranks.rank in to else cut.nothing(xs)
         got = wire.all_to_all(ranks, sent, send, receive)
         shapes = result.shapes(xs, ranks.rank)
-        return apart(got, shapes) if ranks.rank in back else [zeros(got, s) for s in shapes]
+        return apart(got, shapes) if ranks.rank in back else [got.new_zeros(s) for s in shapes]
 
     return AdjointPair(
         "permute",
@@ -123,15 +132,16 @@ def permute_pair(ranks: Group, to: Mapping[int, int], cut: Cut) -> AdjointPair:
     )
 
 
-def _destinations(op: str, ranks: Group, pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
-    to: dict[int, int] = {}
+def _destinations(op: str, ranks: Group, pairs: Iterable[tuple[int, int]]) -> list[int]:
+    """Where each rank sends to; -1 for nowhere."""
+    to = [-1] * ranks.size
     for entry in pairs:
         if not isinstance(entry, (tuple, list)) or len(entry) != 2:
             raise InputError(f"{op}: {entry!r} is not a (from, to) pair.\nGive pairs of ranks.")
         a = check_rank(op, ranks, "from", entry[0])
         b = check_rank(op, ranks, "to", entry[1])
-        if a in to or b in to.values():
-            twice = f"rank {a} sends" if a in to else f"rank {b} receives"
+        if to[a] >= 0 or b in to:
+            twice = f"rank {a} sends" if to[a] >= 0 else f"rank {b} receives"
             raise GroupError(
                 f"{op}: {twice} twice.\nGive each rank at most one to send to and one to hear from."
             )

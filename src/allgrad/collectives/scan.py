@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
 from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
-from allgrad._core.partition import Cut, apart_like, together, zeros
+from allgrad._core.partition import Cut, apart_like, together
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import Nest, shapes, take, way_to_run
 from allgrad.collectives.all_gather import gather_pair
@@ -94,6 +94,7 @@ def _of_nothing(reduction: reductions.Reduction, no_rows: Tensor) -> Tensor:
     return nothing + no_rows.sum(0, dtype=no_rows.dtype)
 
 
+@makes_pair("scan")
 def _prefix_pair(ranks: Group, exclusive: bool) -> AdjointPair:
     def sums(xs: Sequence[Tensor], step: int) -> list[Tensor]:
         return apart_like(_prefix(ranks, together(xs), step, exclusive), xs)
@@ -119,4 +120,4 @@ def _from_distance(ranks: Group, flat: Tensor, distance: int) -> Tensor:
     receive = [n if rank == source else 0 for rank in range(ranks.size)]
     sent = flat if any(send) else flat[:0]
     got = wire.all_to_all(ranks, sent, send, receive) if ranks.size > 1 else flat.new_empty(0)
-    return got if any(receive) else zeros(got, (n,))
+    return got if any(receive) else flat.new_zeros(n)

@@ -32,11 +32,11 @@ from allgrad.collectives._inputs import (
     announce,
     attempt,
     exchange,
-    own_pieces,
     require_fit,
     shares,
     take,
 )
+from allgrad.collectives._size_exchange import own_pieces
 from allgrad.errors import GroupError, InputError, PieceMismatch, SizesError, TensorError
 
 if TYPE_CHECKING:

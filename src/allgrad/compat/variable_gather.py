@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import allgrad as ag
 from allgrad._wire import primitives as wire
-from allgrad.collectives._inputs import Grad, check_grad, own_pieces, take
+from allgrad.collectives._inputs import Grad, check_grad, take
+from allgrad.collectives._size_exchange import own_pieces
 from allgrad.errors import InputError
 
 if TYPE_CHECKING:
