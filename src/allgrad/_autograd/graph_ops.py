@@ -18,12 +18,13 @@ dissolves into ``run`` when a graph is lowered.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from allgrad._autograd.adjoint_pair import HANDSHAKE, MAKERS
-from allgrad._autograd.transforms import ANCHOR
+from allgrad._autograd.transforms import ANCHOR, apply
 from allgrad._core.partition import Cut
 from allgrad._core.torch_internals import graph_internals
 from allgrad._wire import groups
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from allgrad._autograd.adjoint_pair import AdjointPair
     from allgrad._wire.groups import Group
 
-__all__ = ["exchange", "run", "run_plain"]
+__all__ = ["RULES_VERSION", "exchange", "run", "run_in_lockstep", "run_plain"]
 
 # torch keeps compiled graphs on disk and finds them by the names of their ops. Raise this number
 # when a schema, a derivative or a batching rule changes.
@@ -46,7 +47,7 @@ _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 _OPS = getattr(torch.ops, _NAMESPACE)
 _TORCH = graph_internals()
 
-_CALL = "str group, str call, str facts, str site"
+_CALL = "str group, str call, str facts, str site, bool first"
 _PAIR = (
     f"str maker, bool flipped, int[] numbers, int[] dims, SymInt[] sizes, SymInt[] lengths, {_CALL}"
 )
@@ -61,6 +62,15 @@ def run(pair: AdjointPair, xs: Sequence[Tensor]) -> list[Tensor]:
     """The pair's map in a graph, with every derivative."""
     ys: list[Tensor] = _OPS.apply(list(xs), ANCHOR, *_described(pair))
     return ys
+
+
+@partial(torch.compiler.disable, reason="allgrad.lockstep orders collectives in eager code")
+def run_in_lockstep(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The pair in eager code, between two graphs; its group is found anew, as eager code holds it."""
+    maker, flipped, numbers, dims, sizes, _, *call = _described(pair)
+    group = groups.named(xs, *call)
+    eager = MAKERS[maker].make(group, *_cuts(dims, sizes, group.size), *numbers)
+    return apply(eager.adjoint if flipped else eager, xs)
 
 
 def run_plain(pair: AdjointPair, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -103,9 +113,13 @@ def _described(pair: AdjointPair) -> tuple[Any, ...]:
     return made.maker, made.flipped, numbers, dims, sizes, lengths, *_call(made.group)
 
 
-def _call(group: Group) -> tuple[str, str, str, str]:
+def _call(group: Group) -> tuple[str, str, str, str, bool]:
+    """What a node keeps of the group, and whether it is the first of its call."""
     name = "" if group.process_group is None else group.name
-    return name, group.call, group.facts, group.site
+    first = group.traced == []
+    if first:
+        group.traced.append(name)
+    return name, group.call, group.facts, group.site, first
 
 
 def _run(  # noqa: PLR0917
@@ -117,16 +131,19 @@ def _run(  # noqa: PLR0917
     dims: list[int],
     sizes: list[int],
     lengths: list[int],  # noqa: ARG001
-    *call: str,
+    *call: Any,
 ) -> list[Tensor]:
     group = groups.named(xs, *call)
-    each, world = len(xs), group.size
-    by_rank = [tuple(sizes[i : i + world]) for i in range(0, len(sizes), world)]
-    cuts = [Cut(tuple(dims), tuple(by_rank[i : i + each])) for i in range(0, len(by_rank), each)]
-    pair = MAKERS[maker].make(group, *cuts, *numbers)
+    pair = MAKERS[maker].make(group, *_cuts(dims, sizes, group.size), *numbers)
     with torch.no_grad():
         ys = (pair.backward if flipped else pair.forward)(xs)
         return [_own(y, xs) for y in ys]
+
+
+def _cuts(dims: Sequence[int], sizes: Sequence[int], world: int) -> list[Cut]:
+    each = len(dims)
+    by_rank = [tuple(sizes[i : i + world]) for i in range(0, len(sizes), world)]
+    return [Cut(tuple(dims), tuple(by_rank[i : i + each])) for i in range(0, len(by_rank), each)]
 
 
 def _own(y: Tensor, xs: Sequence[Tensor]) -> Tensor:
@@ -146,7 +163,7 @@ def _run_fake(  # noqa: PLR0917
     dims: list[int],
     sizes: list[int],  # noqa: ARG001
     lengths: list[int],
-    *_: str,
+    *_: Any,
 ) -> list[Tensor]:
     if not dims:
         return [x.new_empty(x.shape) for x in xs]
@@ -165,7 +182,7 @@ def _exchange(  # noqa: PLR0917
     counts: list[int],
     names: str,
     root: int,
-    *call: str,
+    *call: Any,
 ) -> list[Tensor]:
     group = groups.named(xs, *call)
     with torch.no_grad():
@@ -202,13 +219,14 @@ class _AtOneLevel(_TORCH.SingleLevelFunction):  # type: ignore[misc, name-define
 
     @staticmethod
     def backward(ctx: Any, *ys: Tensor) -> tuple[Tensor | None, ...]:
-        maker, flipped, numbers, dims, sizes, _, *call = ctx.made
-        made = maker, not flipped, numbers, dims, sizes, ctx.lengths, *call
+        maker, flipped, numbers, dims, sizes, _, *call, _ = ctx.made
+        made = maker, not flipped, numbers, dims, sizes, ctx.lengths, *call, False
         return None, None, *_OPS.apply(ys, ctx.anchor, *made)
 
     @staticmethod
     def jvp(ctx: Any, _anchor: None, _made: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_OPS.apply(tangents, ctx.anchor, *ctx.made))
+        *made, _ = ctx.made
+        return tuple(_OPS.apply(tangents, ctx.anchor, *made, False))
 
 
 def _apply(xs: list[Tensor], anchor: Tensor, *made: Any) -> list[Tensor]:

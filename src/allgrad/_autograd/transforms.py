@@ -268,11 +268,12 @@ def _batched(info: Any, dims: Sequence[int | None], xs: Sequence[Tensor]) -> lis
 
 def _trace(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool) -> tuple[Tensor, ...]:
     """The same under torch.compile: an op in the graph, with every derivative of its own."""
-    if _order is not None and not stop and torch.is_grad_enabled() and _differentiable(xs):
-        raise ModeError(
-            f"{pair.name}: lockstep cannot order the backward of a compiled function.\n"
-            "Call compiled functions outside the lockstep block."
-        )
+    tied = _order is not None and not stop and torch.is_grad_enabled() and _differentiable(xs)
+    if tied and pair.made is not None:
+        from allgrad._autograd import graph_ops
+
+        in_order: tuple[Tensor, ...] = graph_ops.run_in_lockstep(pair, xs)
+        return in_order
     if stop:
         with torch.no_grad():
             return tuple(_in_graph(pair, [x.detach() for x in xs]))

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,7 @@ from allgrad._wire import deadline as waiting
 from allgrad._wire import primitives as wire
 from allgrad._wire.groups import call_site, describe_calls
 from allgrad._wire.handshake import DTYPES, text_fitting, text_of, text_words
-from allgrad.errors import AllgradError, CollectiveMismatch, rank_table
+from allgrad.errors import AllgradError, CollectiveMismatch, ModeError, rank_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -138,6 +139,10 @@ def checked(*, sites: bool = True) -> Generator[None]:
 
     Cost: one small message more for each call.
     """
+    if torch.compiler.is_compiling():
+        raise ModeError(
+            "checked: a block cannot be compiled.\nCall the compiled function inside it."
+        )
     before = _STATE.compare_sites
     _switch(on=True)
     _STATE.compare_sites = sites
@@ -175,13 +180,28 @@ def _agree_first(group: Group, planned: Planned) -> Generator[None]:
             planned.dtype,
             planned.elements,
             planned.root,
-            f"backward of collective {group.serial}, {call}" if in_backward else call,
+            f"{_backward_of(group.serial)}{call}" if in_backward else call,
             site or now,
             tuple(planned.send),
             tuple(planned.receive),
         )
         _agree(group, mine, planned.device)
         yield
+
+
+def _backward_of(serial: int) -> str:
+    """A compiled call does not know in backward which one it was forward: its number is 0."""
+    return f"backward of collective {serial}, " if serial else _BACKWARD
+
+
+_BACKWARD = "backward of "
+_NUMBERED = re.compile(r"backward of collective \d+, ")
+
+
+def _alike_numbered(calls: Sequence[str]) -> list[str]:
+    """The calls without their numbers in backward, where some rank does not know them."""
+    unnumbered = any(c.startswith(_BACKWARD) and not _NUMBERED.match(c) for c in calls)
+    return [_NUMBERED.sub(_BACKWARD, c, count=1) for c in calls] if unnumbered else list(calls)
 
 
 def tell_failure(group: Group, error: BaseException) -> None:
@@ -211,8 +231,11 @@ def _agree(group: Group, mine: Intent, device: torch.device) -> None:
 
 
 def _compare(group: Group, intents: list[Intent]) -> None:
+    calls = _alike_numbered([intent.call for intent in intents])
+    compared = [replace(intent, call=call) for intent, call in zip(intents, calls, strict=True)]
+
     def differing(what: Callable[[Intent], object], how: str) -> dict[int, str]:
-        values = [what(intent) for intent in intents]
+        values = [what(intent) for intent in compared]
         usual = max(values, key=values.count)
         return {rank: how for rank, value in enumerate(values) if value != usual}
 

@@ -27,7 +27,15 @@ import torch
 
 from allgrad._core.torch_internals import backend_timeout
 from allgrad._wire.groups import world_rank, world_store
-from allgrad.errors import AllgradError, InputError, RankLate, RankLost, RankRaised, rank_table
+from allgrad.errors import (
+    AllgradError,
+    InputError,
+    ModeError,
+    RankLate,
+    RankLost,
+    RankRaised,
+    rank_table,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -89,6 +97,10 @@ def deadline(seconds: float | None) -> Generator[None]:
     gone, ``RankLost``, at once. The group cannot be used after either: destroy it and start anew.
     ``None`` lifts an outer deadline. ``ALLGRAD_DEADLINE`` sets one for the whole program.
     """
+    if torch.compiler.is_compiling():
+        raise ModeError(
+            "deadline: a block cannot be compiled.\nCall the compiled function inside it."
+        )
     before, after = _LIMITS.seconds, None if seconds is None else _seconds(seconds, "deadline")
     _LIMITS.seconds = after
     try:

@@ -6,6 +6,7 @@ still tells which call it belongs to and, while calls are checked, where in the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -62,6 +63,7 @@ class Group(NamedTuple):
     facts: str = ""
     site: str = ""
     serial: int = 0
+    traced: Any = None  # in graphs: a list, empty until the first op of the call is made
 
     @property
     def process_group(self) -> Any:
@@ -155,7 +157,7 @@ def resolve(call: str, group: GroupLike, facts: Callable[[], str] | None = None)
         raise _not_a_member(call)
     if torch.compiler.is_compiling():
         told = "" if facts is None else facts()
-        return Group(process_group, rank, process_group.size(), call, told, traced_site())
+        return Group(process_group, rank, process_group.size(), call, told, traced_site(), 0, [])
     held = weakref.ref(process_group)
     if not _describing:
         return Group(held, rank, process_group.size(), call)
@@ -164,8 +166,11 @@ def resolve(call: str, group: GroupLike, facts: Callable[[], str] | None = None)
     return Group(held, rank, process_group.size(), call, told, call_site(), serial)
 
 
-def named(xs: Sequence[Tensor], name: str, call: str, facts: str, site: str) -> Group:
-    """The group of a call in a graph, which keeps its name; ``facts`` gets the shapes of ``xs``."""
+def named(xs: Sequence[Tensor], name: str, call: str, facts: str, site: str, first: bool) -> Group:
+    """The group of a call in a graph, which keeps its name; ``facts`` gets the shapes of ``xs``.
+
+    ``first`` counts the call, as ``resolve`` does. Backward does not know the number: it stays 0.
+    """
     if not name:
         return Group(None, 0, 1, call)
     process_group = process_group_named(name)
@@ -175,6 +180,8 @@ def named(xs: Sequence[Tensor], name: str, call: str, facts: str, site: str) -> 
     for free_dim in _SHAPES_OF_GRAPH.findall(facts):
         text = shape_text(xs, int(free_dim) if free_dim else None)
         facts = facts.replace(shapes_in_graph(free_dim), text)
+    if first:
+        _serials[process_group] = _serials.get(process_group, 0) + 1
     return Group(held, rank, size, call, facts, site)
 
 
@@ -251,7 +258,7 @@ def call_site() -> str:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith((_OURS, _TORCHS)) and not file.startswith("<")
+    return not file.startswith((_OURS, _TORCHS, "<")) and file != contextlib.__file__
 
 
 @constant_in_graphs
