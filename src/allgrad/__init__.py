@@ -1,10 +1,11 @@
 """Collectives with exact gradients for PyTorch."""
 
+from allgrad import errors, types
 from allgrad._autograd.lockstep import lockstep
 from allgrad._core.version import __version__
 from allgrad._wire.consistency import checked
 from allgrad._wire.deadline import deadline
-from allgrad.collectives.all_gather import all_gather, reduce_scatter, sizes, split
+from allgrad.collectives.all_gather import all_gather, gather_sizes, reduce_scatter, split
 from allgrad.collectives.all_reduce import all_reduce, share
 from allgrad.collectives.all_to_all import all_to_all
 from allgrad.collectives.broadcast import broadcast, reduce
@@ -20,7 +21,9 @@ __all__ = [
     "broadcast",
     "checked",
     "deadline",
+    "errors",
     "gather",
+    "gather_sizes",
     "lockstep",
     "permute",
     "reduce",
@@ -29,6 +32,6 @@ __all__ = [
     "scatter",
     "share",
     "shift",
-    "sizes",
     "split",
+    "types",
 ]

@@ -267,7 +267,7 @@ def test_sizes_are_found_out_in_a_graph(rank, world, name):
 @pytest.mark.ranks(2, 3)
 def test_sizes_themselves_in_a_graph(rank, world):
     def run(x):
-        sizes = ag.sizes(x)
+        sizes = ag.gather_sizes(x)
         whole = ag.reduce_scatter(ag.all_gather(x).sin(), sizes=sizes)
         return whole * sizes[0] + ag.scatter(x if rank == 1 else x[:0], 1).sum()
 

@@ -16,13 +16,13 @@ Ends: TypeAlias = tuple[Sequence[int], Sequence[int]]
 
 
 class Made(NamedTuple):
-    """How a pair was made: ``MAKERS[maker]`` makes it again from the group and the arguments.
+    """How a pair was made: ``MAKERS[maker]`` makes it again from the call and the arguments.
 
     A compiled graph keeps this instead of the pair.
     """
 
     maker: str
-    group: Any
+    call: Any
     args: tuple[Any, ...]
     flipped: bool = False
 
@@ -49,11 +49,11 @@ class AdjointPair:
 
     @property
     def adjoint(self) -> AdjointPair:
-        """The same pair from the other side; a repeated call finds it again."""
+        """The same pair from the other side, made once."""
         if self._adjoint is None:
             made = self.made
             if made is not None:
-                made = Made(made.maker, made.group, made.args, not made.flipped)
+                made = Made(made.maker, made.call, made.args, not made.flipped)
             # This one is not the other's: a cycle would keep both from ending.
             self._adjoint = AdjointPair(
                 self.adjoint_name, self.name, self.backward, self.forward, made
@@ -76,9 +76,9 @@ HANDSHAKE: list[Callable[..., Sequence[int]]] = []
 def makes_pair(
     name: str, ends: Callable[..., Ends] | None = None
 ) -> Callable[[Callable[..., AdjointPair]], Callable[..., AdjointPair]]:
-    """Mark a function that makes a pair from a group, Cuts and then whole numbers.
+    """Mark a function that makes a pair from a call, Partitions and then whole numbers.
 
-    ``ends(group, *args)`` gives the lengths of the tensors along their cut dims, before and after
+    ``ends(call, *args)`` gives the lengths of the tensors along their cut dims, before and after
     the map; without it a map keeps shapes. Nothing else is needed to trace a call.
     """
 
@@ -86,9 +86,9 @@ def makes_pair(
         MAKERS[name] = Maker(make, ends)
 
         @wraps(make)
-        def made(group: Any, *args: Any) -> AdjointPair:
-            pair = make(group, *args)
-            pair.made = Made(name, group, args)
+        def made(call: Any, *args: Any) -> AdjointPair:
+            pair = make(call, *args)
+            pair.made = Made(name, call, args)
             return pair
 
         return made

@@ -25,9 +25,9 @@ import torch
 
 from allgrad._autograd.adjoint_pair import HANDSHAKE, MAKERS
 from allgrad._autograd.transforms import ANCHOR, apply
-from allgrad._core.partition import Cut
+from allgrad._core.partition import Partition
 from allgrad._core.torch_internals import graph_internals
-from allgrad._wire import groups
+from allgrad._wire import calls
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from allgrad._autograd.adjoint_pair import AdjointPair
-    from allgrad._wire.groups import Group
+    from allgrad._wire.calls import Call
 
 __all__ = ["RULES_VERSION", "exchange", "run", "run_in_lockstep", "run_plain"]
 
@@ -47,11 +47,13 @@ _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 _OPS = getattr(torch.ops, _NAMESPACE)
 _TORCH = graph_internals()
 
-_CALL = "str group, str call, str facts, str site, bool first"
+_CALL = "str group, str call, str details, str site, bool first"
 _PAIR = (
     f"str maker, bool flipped, int[] numbers, int[] dims, SymInt[] sizes, SymInt[] lengths, {_CALL}"
 )
-_EXCHANGE = f"str what, int outputs, int[] dims, SymInt[] counts, str names, int root, {_CALL}"
+_EXCHANGE = (
+    f"str operation, int outputs, int[] dims, SymInt[] amounts, str names, int root, {_CALL}"
+)
 _SENDS = (torch.Tag.nondeterministic_seeded,)
 _LIBRARY.define(f"run(Tensor[] xs, Tensor anchor, {_PAIR}) -> Tensor[]", tags=_SENDS)
 _LIBRARY.define(f"exchange(Tensor[] xs, Tensor anchor, {_EXCHANGE}) -> Tensor[]", tags=_SENDS)
@@ -68,8 +70,8 @@ def run(pair: AdjointPair, xs: Sequence[Tensor]) -> list[Tensor]:
 def run_in_lockstep(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The pair in eager code, between two graphs; its group is found anew, as eager code holds it."""
     maker, flipped, numbers, dims, sizes, _, *call = _described(pair)
-    group = groups.named(xs, *call)
-    eager = MAKERS[maker].make(group, *_cuts(dims, sizes, group.size), *numbers)
+    real = calls.of_graph(xs, *call)
+    eager = MAKERS[maker].make(real, *_partitions(dims, sizes, real.size), *numbers)
     return apply(eager.adjoint if flipped else eager, xs)
 
 
@@ -80,20 +82,19 @@ def run_plain(pair: AdjointPair, xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def exchange(
-    what: str,
-    group: Group,
+    call: Call,
     xs: Sequence[Tensor],
+    operation: str,
     *,
     outputs: int,
     dims: Sequence[int],
-    counts: Sequence[int] = (),
-    names: str = "",
-    root: int = -1,
+    amounts: Sequence[int],
+    names: str,
+    root: int,
 ) -> list[int]:
     """The size exchange of a call, in a graph; the lengths it finds, so many."""
-    found = _OPS.exchange(
-        list(xs), ANCHOR, what, outputs, list(dims), list(counts), names, root, *_call(group)
-    )
+    about = operation, outputs, list(dims), list(amounts), names, root, *_described_call(call)
+    found = _OPS.exchange(list(xs), ANCHOR, *about)
     return [t.shape[0] for t in found[:outputs]]
 
 
@@ -101,25 +102,25 @@ def _described(pair: AdjointPair) -> tuple[Any, ...]:
     """What a node keeps of a pair, as the op's arguments."""
     made = pair.made
     assert made is not None
-    cuts = [arg for arg in made.args if isinstance(arg, Cut)]
-    numbers = [int(arg) for arg in made.args if not isinstance(arg, Cut)]
+    partitions = [arg for arg in made.args if isinstance(arg, Partition)]
+    numbers = [int(arg) for arg in made.args if not isinstance(arg, Partition)]
     dims: list[int] = []
     lengths: list[int] = []
     ends = MAKERS[made.maker].ends
     if ends is not None:
-        before, after = ends(made.group, *made.args)
-        dims, lengths = list(cuts[0].dims), list(before if made.flipped else after)
-    sizes = [n for cut in cuts for by_rank in cut.sizes for n in by_rank]
-    return made.maker, made.flipped, numbers, dims, sizes, lengths, *_call(made.group)
+        before, after = ends(made.call, *made.args)
+        dims, lengths = list(partitions[0].dims), list(before if made.flipped else after)
+    sizes = [n for part in partitions for by_rank in part.sizes for n in by_rank]
+    return made.maker, made.flipped, numbers, dims, sizes, lengths, *_described_call(made.call)
 
 
-def _call(group: Group) -> tuple[str, str, str, str, bool]:
-    """What a node keeps of the group, and whether it is the first of its call."""
-    name = "" if group.process_group is None else group.name
-    first = group.traced == []
+def _described_call(call: Call) -> tuple[str, str, str, str, bool]:
+    """What a node keeps of a call, and whether it is the first node of it."""
+    name = "" if call.group.process_group is None else call.group.name
+    first = call.traced == []
     if first:
-        group.traced.append(name)
-    return name, group.call, group.facts, group.site, first
+        call.traced.append(name)
+    return name, call.name, call.details, call.site, first
 
 
 def _run(  # noqa: PLR0917
@@ -133,17 +134,19 @@ def _run(  # noqa: PLR0917
     lengths: list[int],  # noqa: ARG001
     *call: Any,
 ) -> list[Tensor]:
-    group = groups.named(xs, *call)
-    pair = MAKERS[maker].make(group, *_cuts(dims, sizes, group.size), *numbers)
+    real = calls.of_graph(xs, *call)
+    pair = MAKERS[maker].make(real, *_partitions(dims, sizes, real.size), *numbers)
     with torch.no_grad():
         ys = (pair.backward if flipped else pair.forward)(xs)
         return [_own(y, xs) for y in ys]
 
 
-def _cuts(dims: Sequence[int], sizes: Sequence[int], world: int) -> list[Cut]:
+def _partitions(dims: Sequence[int], sizes: Sequence[int], world: int) -> list[Partition]:
+    """The partitions of a pair, all along the same dims; none for a map that keeps shapes."""
     each = len(dims)
     by_rank = [tuple(sizes[i : i + world]) for i in range(0, len(sizes), world)]
-    return [Cut(tuple(dims), tuple(by_rank[i : i + each])) for i in range(0, len(by_rank), each)]
+    starts = range(0, len(by_rank), each) if dims else ()
+    return [Partition(tuple(dims), tuple(by_rank[i : i + each])) for i in starts]
 
 
 def _own(y: Tensor, xs: Sequence[Tensor]) -> Tensor:
@@ -176,17 +179,17 @@ def _run_fake(  # noqa: PLR0917
 def _exchange(  # noqa: PLR0917
     xs: list[Tensor],
     anchor: Tensor,  # noqa: ARG001
-    what: str,
+    operation: str,
     outputs: int,
     dims: list[int],
-    counts: list[int],
+    amounts: list[int],
     names: str,
     root: int,
     *call: Any,
 ) -> list[Tensor]:
-    group = groups.named(xs, *call)
+    real = calls.of_graph(xs, *call)
     with torch.no_grad():
-        found = HANDSHAKE[0](what, group, xs, dims, counts, names, root)[:outputs]
+        found = HANDSHAKE[0](real, xs, operation, dims, amounts, names, root)[:outputs]
     assert len(found) == outputs
     return [torch.empty(n, 0) for n in found] or [torch.empty(0)]
 
@@ -194,7 +197,7 @@ def _exchange(  # noqa: PLR0917
 def _exchange_fake(
     xs: list[Tensor],  # noqa: ARG001
     anchor: Tensor,  # noqa: ARG001
-    what: str,  # noqa: ARG001
+    operation: str,  # noqa: ARG001
     outputs: int,
     *_: Any,
 ) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""From an adjoint pair to a differentiable function, in whichever mode the caller is.
+"""From an adjoint pair to a differentiable function, in every mode of differentiation.
 
 | mode | what runs |
 |---|---|
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 __all__ = [
     "ANCHOR",
     "apply",
-    "has_no_memory",
+    "has_only_shape",
     "is_plain_autograd",
     "needs_graph",
-    "order",
-    "unlinked",
+    "order_with",
+    "run_map",
 ]
 
 # A result requires grad on every rank, even where the local piece does not: another rank's piece
@@ -84,7 +84,7 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
 _order: Callable[[AdjointPair, Sequence[Tensor]], tuple[Tensor, ...] | None] | None = None
 
 
-def order(
+def order_with(
     tie: Callable[[AdjointPair, Sequence[Tensor]], tuple[Tensor, ...] | None] | None,
 ) -> None:
     """Let ``tie`` run the differentiable calls of eager autograd; ``None`` ends it."""
@@ -92,11 +92,11 @@ def order(
     _order = tie
 
 
-def unlinked(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run the map, below what keeps track of views: a view made inside an autograd.Function could
-    not be changed in place by the caller (y /= 2). What is handed through as it is stays linked.
+def run_map(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run the pair's map below view tracking: a view made inside an autograd.Function could not be
+    changed in place by the caller (y /= 2). A tensor that is handed through stays as it is.
     """
-    if has_no_memory(xs[0]):
+    if has_only_shape(xs[0]):
         return tuple(_shapes_alone(pair, xs))
     with below_view_tracking():
         return tuple(pair.forward(xs))
@@ -113,20 +113,20 @@ def needs_graph(xs: Sequence[Tensor]) -> bool:
 
 
 def _plain(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    # What is handed through as it is: the caller's own leaf would still require grad.
-    ys = _shapes_alone(pair, xs) if has_no_memory(xs[0]) else pair.forward(xs)
+    # A tensor that is handed through: the caller's own leaf would still require grad.
+    ys = _shapes_alone(pair, xs) if has_only_shape(xs[0]) else pair.forward(xs)
     if len(ys) == 1:
         return (ys[0].detach() if ys[0] is xs[0] else ys[0],)
     given = set(map(id, xs))
     return tuple([y.detach() if id(y) in given else y for y in ys])
 
 
-def has_no_memory(x: Tensor) -> bool:
-    """Tell whether a tensor only has a shape: nothing can be sent of it."""
-    return (type(x) not in _WITH_MEMORY and isinstance(x, FakeTensor)) or x.is_meta
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-_WITH_MEMORY = frozenset({torch.Tensor, torch.nn.Parameter})
+def has_only_shape(x: Tensor) -> bool:
+    """Tell whether a tensor has no memory, so that nothing can be sent of it."""
+    return (type(x) not in _PLAIN and isinstance(x, FakeTensor)) or x.is_meta
 
 
 def _shapes_alone(pair: AdjointPair, xs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -186,7 +186,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def forward(pair: AdjointPair, anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
-        return unlinked(pair, xs)
+        return run_map(pair, xs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004
@@ -219,7 +219,7 @@ class _Reverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pair: AdjointPair, anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
         ctx.pair = pair
-        return unlinked(pair, xs)
+        return run_map(pair, xs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

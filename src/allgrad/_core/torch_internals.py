@@ -7,6 +7,7 @@ a change there breaks nobody who never compiles.
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -73,10 +74,8 @@ wrap_for_grad = torch._C._functorch._wrap_for_grad
 unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 
 
-def dual_level() -> int:
-    """The level of ``forward_ad.dual_level``; -1 outside."""
-    level: int = forward_ad._current_level
-    return level
+# The level of ``forward_ad.dual_level``; -1 outside. Read in every call, hence no function of ours.
+dual_level = partial(getattr, forward_ad, "_current_level")
 
 
 def inside_jvp() -> bool:

@@ -1,4 +1,8 @@
-"""Sizes that the ranks find out from each other before a call: in eager code, or as an op in a graph."""
+"""What the ranks find out from each other before a call, in eager code and as an op in a graph.
+
+The functions above the line are called by collectives. In eager code they make the exchange; in a
+graph they leave it to the op ``exchange`` (graph_ops), which makes the same one when the graph runs.
+"""
 
 from __future__ import annotations
 
@@ -7,193 +11,173 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from allgrad._autograd.adjoint_pair import HANDSHAKE
-from allgrad._core.partition import Cut
-from allgrad.collectives._inputs import (
-    Nest,
-    Sizes,
-    Taken,
-    announce,
-    attempt,
-    exchange,
-    held_sizes,
-    require_fit,
-    take,
-)
-from allgrad.errors import InputError, TensorError, rank_table
+from allgrad.collectives._inputs import Leaves, exchange
+from allgrad.collectives._mismatch import pieces_differ
+from allgrad.errors import TensorError, rank_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from allgrad._wire.handshake import Announcement, Brought
-    from allgrad._wire.primitives import Group
+    from allgrad._core.partition import Partition
+    from allgrad._wire.calls import Call
+    from allgrad._wire.handshake import RankArgs, TensorSpec
 
-__all__ = [
-    "amounts_from",
-    "arriving_sizes",
-    "check_equal_shapes",
-    "own_pieces",
-    "sizes_by_rank",
-    "told_by_source",
-]
+    SizesByTensor = Sequence[Sequence[int]]
+
+__all__ = ["amounts_of_src", "arriving_sizes", "compare_shapes", "sizes_by_rank", "specs_of_src"]
 
 
-def own_pieces(
-    op: str, group: Group, x: Nest, dim: object, sizes: Sizes
-) -> tuple[Taken[Nest], Cut]:
-    """Check pieces of a ragged whole, and find what each rank holds of it.
-
-    With ``sizes=None`` a mistake on one rank is told to all of them in the size exchange.
-    """
-
-    def check() -> tuple[Taken[Nest], tuple[int, ...]]:
-        taken = take(op, x)
-        dims = taken.dims(op, dim)
-        return taken.at_least_vectors(), dims
-
-    find_out = sizes is None and group.size > 1
-    checked = attempt(check, others_wait=find_out)
-    if isinstance(checked, InputError):
-        raise announce(op, group, x, checked)
-    taken, dims = checked
-    lengths = [t.shape[d] for t, d in zip(taken.tensors, dims, strict=True)]
-    if not find_out:
-        known = "equal" if sizes is None else sizes
-        return taken, Cut(dims, tuple(held_sizes(op, group, n, known) for n in lengths))
-    return taken, sizes_by_rank(op, group, taken, dims)
-
-
-def sizes_by_rank(op: str, group: Group, taken: Taken[Any], dims: tuple[int, ...]) -> Cut:
-    """What every rank holds of each tensor along its dim."""
+def sizes_by_rank(
+    call: Call, operation: str, leaves: Leaves, dims: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """What every rank holds of each leaf along its dim."""
     if not torch.compiler.is_compiling():
-        return Cut(dims, tuple(_by_tensor(_held(op, group, taken, dims), group.size)))
-    found = _in_graph(op, group, taken, dims, outputs=len(dims) * group.size)
-    held = [list(sizes) for sizes in _by_tensor(found, group.size)]
-    for sizes, tensor, dim in zip(held, taken.tensors, dims, strict=True):
-        sizes[group.rank] = tensor.shape[dim]  # known before the graph runs
-    return Cut(dims, tuple(map(tuple, held)))
+        return _lengths(call, operation, leaves, dims)
+    found = _in_graph(call, operation, leaves, dims, outputs=len(dims) * call.size)
+    own = [t.shape[dim] for t, dim in zip(leaves.tensors, dims, strict=True)]
+    return _with_known(call, found, own)
 
 
-def arriving_sizes(group: Group, taken: Taken[Any], send: Cut) -> Cut:
-    """What every rank sends to this one of each tensor, in all_to_all."""
+def arriving_sizes(call: Call, leaves: Leaves, send: Partition) -> tuple[tuple[int, ...], ...]:
+    """What every rank sends to this one of each leaf, in all_to_all."""
     if not torch.compiler.is_compiling():
-        found = _arriving("all_to_all", group, taken, send.dims, send.sizes)
-    else:
-        outputs = len(send.dims) * group.size
-        found = _in_graph("all_to_all", group, taken, send.dims, outputs=outputs, counts=send.sizes)
-    arriving = [list(sizes) for sizes in _by_tensor(found, group.size)]
-    for sizes, sent in zip(arriving, send.sizes, strict=True):
-        sizes[group.rank] = sent[group.rank]
-    return Cut(send.dims, tuple(map(tuple, arriving)))
+        return _amounts(call, "all_to_all", leaves, send.dims, send.sizes)
+    outputs = len(send.dims) * call.size
+    found = _in_graph(call, "all_to_all", leaves, send.dims, outputs=outputs, amounts=send.sizes)
+    return _with_known(call, found, [sizes[call.rank] for sizes in send.sizes])
 
 
-def check_equal_shapes(op: str, group: Group, taken: Taken[Any], dims: tuple[int, ...]) -> None:
+def compare_shapes(call: Call, operation: str, leaves: Leaves, dims: Sequence[int]) -> None:
     """Raise on every rank unless all have one shape."""
     if torch.compiler.is_compiling():
-        _in_graph(op, group, taken, dims, outputs=0)
+        _in_graph(call, operation, leaves, dims, outputs=0)
     else:
-        _equal_shapes(op, group, taken, dims)
+        _same_shapes(call, operation, leaves, dims)
 
 
-def amounts_from(src: int, group: Group, taken: Taken[Any], cut: Cut) -> list[int]:
-    """What this rank gets of each tensor that ``src`` cuts, in a graph."""
-    outputs = len(cut.dims)
-    return _in_graph("scatter", group, taken, cut.dims, outputs=outputs, counts=cut.sizes, root=src)
+def amounts_of_src(call: Call, leaves: Leaves, partition: Partition, src: int) -> list[int]:
+    """What this rank gets of each leaf that src cuts, in a graph."""
+    dims, sizes = partition.dims, partition.sizes
+    return _in_graph(call, "scatter", leaves, dims, outputs=len(dims), amounts=sizes, root=src)
 
 
-def told_by_source(
-    group: Group, taken: Taken[Any], dims: Sequence[int], counts: Sequence[Sequence[int]], src: int
-) -> tuple[Brought, ...]:
-    """What src tells, once every rank agrees that it is src and fits it."""
-    heard = exchange("scatter", group, taken, dims, counts)
-    told = heard[src].tensors
-    if not told or any(b.shape[b.dim] for r, a in enumerate(heard) if r != src for b in a.tensors):
-        raise TensorError(
-            rank_table(
-                "scatter: src holds the tensor to cut.",
-                [", ".join(str(b) for b in a.tensors) or "no tensor" for a in heard],
-                {src: "is src for some rank"},
-                "Give every rank the same src.",
+def specs_of_src(
+    call: Call, leaves: Leaves, dims: Sequence[int], amounts: SizesByTensor, src: int
+) -> tuple[TensorSpec, ...]:
+    """What src cuts, once every rank agrees that it is src. Other ranks' tensors are ignored."""
+    ranks = exchange(call, "scatter", leaves, dims, amounts, src).decoded()
+    if any(args.operation != "scatter" or args.root != src for args in ranks):
+        raise pieces_differ(call, leaves, ranks, free=True)
+    return _with_structure(ranks, src)
+
+
+def _with_structure(ranks: Sequence[RankArgs], src: int) -> tuple[TensorSpec, ...]:
+    cut = ranks[src]
+    if cut.names:
+        odd = {
+            rank: "passed none" if not args.tensors else "another structure"
+            for rank, args in enumerate(ranks)
+            if (len(args.tensors), args.names) != (len(cut.tensors), cut.names)
+        }
+        if odd:
+            raise TensorError(
+                rank_table(
+                    "scatter: src cuts a nest, whose structure every rank must know.",
+                    [f"{len(args.tensors)} tensors" for args in ranks],
+                    odd,
+                    "Pass a nest of the same structure on the other ranks.",
+                )
             )
-        )
-    if heard[src].names and any(not a.tensors for a in heard):
-        raise TensorError(
-            rank_table(
-                "scatter: src cuts a nest, whose structure every rank must know.",
-                [f"{len(a.tensors)} tensors" for a in heard],
-                {rank: "passed none" for rank, a in enumerate(heard) if not a.tensors},
-                "Pass the same nest on the other ranks, of tensors that are empty along dim.",
-            )
-        )
-    if taken.tensors:
-        require_fit("scatter", taken, [a for a in heard if a.tensors], free=True)
-    return told
+    return cut.tensors
 
 
 def _by_tensor(flat: Sequence[int], world: int) -> list[tuple[int, ...]]:
     return [tuple(flat[i : i + world]) for i in range(0, len(flat), world)]
 
 
-# ---- what is sent, in eager code and by the op --------------------------------------------------
+def _with_known(
+    call: Call, found: Sequence[int], own: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Sizes found by a graph, by tensor; the rank's own are known before the graph runs."""
+    by_tensor = [list(sizes) for sizes in _by_tensor(found, call.size)]
+    for sizes, known in zip(by_tensor, own, strict=True):
+        sizes[call.rank] = known
+    return tuple(tuple(sizes) for sizes in by_tensor)
 
 
-def _held(op: str, group: Group, taken: Taken[Any], dims: Sequence[int], *_: Any) -> list[int]:
-    heard = exchange(op, group, taken, dims)
-    require_fit(op, taken, heard, free=True)
-    return _of_each_tensor(heard, lambda b: b.shape[b.dim])
+# ---- the exchanges --------------------------------------------------------------------------
 
 
-def _arriving(
-    op: str,
-    group: Group,
-    taken: Taken[Any],
-    dims: Sequence[int],
-    counts: Sequence[Sequence[int]],
-    *_: Any,
-) -> list[int]:
-    heard = exchange(op, group, taken, dims, counts)
-    require_fit(op, taken, heard, free=True)
-    return _of_each_tensor(heard, lambda b: b.amount)
-
-
-def _equal_shapes(
-    op: str, group: Group, taken: Taken[Any], dims: Sequence[int], *_: Any
-) -> list[int]:
-    require_fit(op, taken, exchange(op, group, taken, dims), free=False)
-    return []
+def _lengths(
+    call: Call, operation: str, leaves: Leaves, dims: Sequence[int], *_: Any
+) -> tuple[tuple[int, ...], ...]:
+    rows = exchange(call, operation, leaves, dims)
+    lengths = rows.lengths()
+    if lengths is None:
+        raise pieces_differ(call, leaves, rows.decoded(), free=True)
+    return lengths
 
 
 def _amounts(
-    _op: str,
-    group: Group,
-    taken: Taken[Any],
+    call: Call,
+    operation: str,
+    leaves: Leaves,
     dims: Sequence[int],
-    counts: Sequence[Sequence[int]],
+    amounts: SizesByTensor,
+    *_: Any,
+) -> tuple[tuple[int, ...], ...]:
+    rows = exchange(call, operation, leaves, dims, amounts)
+    found = rows.amounts()
+    if found is None:
+        raise pieces_differ(call, leaves, rows.decoded(), free=True)
+    return found
+
+
+def _same_shapes(
+    call: Call, operation: str, leaves: Leaves, dims: Sequence[int], *_: Any
+) -> tuple[tuple[int, ...], ...]:
+    rows = exchange(call, operation, leaves, dims)
+    if not rows.same():
+        raise pieces_differ(call, leaves, rows.decoded(), free=False)
+    return ()
+
+
+def _own_amounts(
+    call: Call,
+    _operation: str,
+    leaves: Leaves,
+    dims: Sequence[int],
+    amounts: SizesByTensor,
     src: int,
-) -> list[int]:
-    return [b.amount for b in told_by_source(group, taken, dims, counts, src)]
+) -> tuple[tuple[int, ...], ...]:
+    specs = specs_of_src(call, leaves, dims, amounts, src)
+    for spec, tensor in zip(specs, leaves.tensors, strict=True):
+        shape = list(tensor.shape)
+        shape[spec.dim : spec.dim + 1] = [spec.shape[spec.dim]]
+        if spec.dtype != tensor.dtype or tuple(shape) != spec.shape:
+            raise TensorError(
+                f"scatter: in a compiled graph this rank passes {tuple(tensor.shape)} "
+                f"{tensor.dtype}, but src {src} cuts {spec}.\n"
+                "Give it a tensor with the dtype and the other dimensions of the one on src."
+            )
+    return tuple((spec.amount,) for spec in specs)
 
 
-def _of_each_tensor(heard: Sequence[Announcement], what: Callable[[Brought], int]) -> list[int]:
-    """Tensor after tensor, what every rank tells of it."""
-    by_rank = [[what(b) for b in a.tensors] for a in heard]
-    return [n for of_tensor in zip(*by_rank, strict=True) for n in of_tensor]
-
-
-_EXCHANGES: dict[str, Callable[..., list[int]]] = {
-    **dict.fromkeys(("all_gather", "gather", "permute", "sizes"), _held),
-    "all_to_all": _arriving,
-    "reduce_scatter": _equal_shapes,
-    "scatter": _amounts,
+_EXCHANGES: dict[str, Callable[..., tuple[tuple[int, ...], ...]]] = {
+    **dict.fromkeys(("all_gather", "gather", "permute", "gather_sizes"), _lengths),
+    "all_to_all": _amounts,
+    "reduce_scatter": _same_shapes,
+    "scatter": _own_amounts,
 }
 
 
-# ---- as an op ------------------------------------------------------------------------------------
+# ---- in a graph -----------------------------------------------------------------------------
 
 
-class _Named(NamedTuple):
-    """Stands for the nest of a call in a graph: the names of its tensors."""
+class _Names(NamedTuple):
+    """Stands for the nest of a call in a graph: the names of its leaves."""
 
     text: str
 
@@ -202,36 +186,43 @@ class _Named(NamedTuple):
 
 
 def _in_graph(
-    op: str,
-    group: Group,
-    taken: Taken[Any],
+    call: Call,
+    operation: str,
+    leaves: Leaves,
     dims: Sequence[int],
     *,
     outputs: int,
-    counts: Sequence[Sequence[int]] = (),
+    amounts: SizesByTensor = (),
     root: int = -1,
 ) -> list[int]:
     from allgrad._autograd import graph_ops
 
-    names = "" if taken.frame is None else "\n".join(taken.names())
-    flat = [n for sizes in counts for n in sizes]
     return graph_ops.exchange(
-        op, group, taken.tensors, outputs=outputs, dims=dims, counts=flat, names=names, root=root
+        call,
+        leaves.tensors,
+        operation,
+        outputs=outputs,
+        dims=dims,
+        amounts=[n for sizes in amounts for n in sizes],
+        names="" if leaves.frame is None else "\n".join(leaves.names()),
+        root=root,
     )
 
 
 def _exchange_of_graph(  # noqa: PLR0917
-    op: str,
-    group: Group,
+    call: Call,
     xs: list[Tensor],
+    operation: str,
     dims: list[int],
-    counts: list[int],
+    amounts: list[int],
     names: str,
     root: int,
 ) -> list[int]:
-    """Make the exchange that a graph asks for; the lengths found."""
-    taken: Taken[Any] = Taken(xs, _Named(names) if names else None)  # type: ignore[arg-type]
-    return _EXCHANGES[op](op, group, taken, dims, _by_tensor(counts, group.size), root)
+    """Make the exchange of a graph's op; the lengths that it finds."""
+    leaves = Leaves(xs, _Names(names) if names else None)  # type: ignore[arg-type]
+    by_tensor = _by_tensor(amounts, call.size)
+    found = _EXCHANGES[operation](call, operation, leaves, dims, by_tensor, root)
+    return [n for sizes in found for n in sizes]
 
 
 HANDSHAKE.append(_exchange_of_graph)

@@ -1,0 +1,154 @@
+"""A call: the group it runs on, with its name and source line for error messages.
+
+A ``Call`` travels with a collective into its backward. When something goes wrong there, it still
+tells which call it belongs to and, in checked mode, which line of the user's program made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from allgrad._core.torch_internals import constant_in_graphs, process_group_named, traced_frames
+from allgrad._wire.groups import Group, GroupLike, find_group
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import FrameType
+
+    from torch import Tensor
+
+__all__ = [
+    "Call",
+    "call_site",
+    "describe_calls",
+    "describe_shapes",
+    "group_key",
+    "of_graph",
+    "resolve",
+    "shapes_of_graph",
+]
+
+
+class Call(NamedTuple):
+    """One call of a collective on one group."""
+
+    group: Group
+    rank: int
+    size: int
+    name: str
+    details: str = ""
+    site: str = ""
+    serial: int = 0
+    traced: Any = None  # in a graph: a list, empty until the first node of the call is made
+
+
+_describing = 0
+_serials: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
+
+
+def describe_calls(wanted: bool) -> None:
+    """Ask for details and source lines of calls, or no longer. They cost microseconds a call."""
+    global _describing  # noqa: PLW0603
+    _describing += 1 if wanted else -1
+
+
+def group_key(group: GroupLike) -> weakref.ref[dist.ProcessGroup] | None:
+    """A hashable key of a process group, valid as long as it lives; ``None`` for anything else.
+
+    Also ``None`` while calls are described or traced: then each call is resolved anew.
+    """
+    if _describing or torch.compiler.is_dynamo_compiling():
+        return None
+    found = dist.group.WORLD if group is None else group
+    return weakref.ref(found) if isinstance(found, dist.ProcessGroup) else None
+
+
+def resolve(name: str, group: GroupLike, details: Callable[[], str] | None = None) -> Call:
+    """Make a call on the group that the caller named.
+
+    ``details`` tells what must be the same on every rank: reduction, shapes, src.
+    """
+    found = find_group(name, group)
+    if torch.compiler.is_compiling():
+        told = "" if details is None else details()
+        return Call(found, found.rank, found.size, name, told, traced_site(), 0, [])
+    if not _describing:
+        return Call(found, found.rank, found.size, name)
+    told = "" if details is None else details()
+    serial = _serials[found] = _serials.get(found, 0) + 1
+    return Call(found, found.rank, found.size, name, told, call_site(), serial)
+
+
+def of_graph(  # noqa: PLR0917
+    xs: Sequence[Tensor], group: str, name: str, details: str, site: str, first: bool
+) -> Call:
+    """The call of a node in a graph that runs on ``xs``; their shapes belong to the details.
+
+    The first node of a call counts it, as ``resolve`` does. In backward the number is not known: 0.
+    """
+    found = find_group(name, process_group_named(group)) if group else find_group(name, None)
+    if not _describing:
+        return Call(found, found.rank, found.size, name)
+    for free_dim in _SHAPES_OF_GRAPH.findall(details):
+        shapes = describe_shapes(xs, int(free_dim) if free_dim else None)
+        details = details.replace(shapes_of_graph(free_dim), shapes)
+    if first:
+        _serials[found] = _serials.get(found, 0) + 1
+    return Call(found, found.rank, found.size, name, details, site)
+
+
+_SHAPES_OF_GRAPH = re.compile(r"<shapes (-?\d*)>")
+
+
+def shapes_of_graph(free_dim: object) -> str:
+    """Stands for shapes that are known when the graph runs."""
+    return f"<shapes {'' if free_dim is None else free_dim}>"
+
+
+def describe_shapes(xs: Sequence[Tensor], free_dim: int | None = None) -> str:
+    """Shapes and dtypes in words, as checked mode compares them: a free dim is left open."""
+    words = []
+    for x in xs:
+        lengths = ["?"] if x.is_nested else [str(n) for n in x.shape]
+        if free_dim is not None and -len(lengths) <= free_dim < len(lengths):
+            lengths[free_dim] = "*"
+        words.append(f"({', '.join(lengths)}) {str(x.dtype).removeprefix('torch.')}")
+    return "; ".join(words)
+
+
+_OWN_FILES = str(Path(__file__).parent.parent) + os.sep
+_TORCH_FILES = str(Path(torch.__file__).parent) + os.sep
+
+
+def call_site() -> str:
+    """The line of the user's program that is running: the innermost outside allgrad and torch."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if _is_users(file):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"
+
+
+@constant_in_graphs
+def traced_site() -> str:
+    """The same for a line that a compiler traces."""
+    for frame in reversed(traced_frames()):
+        if _is_users(frame.filename):
+            return f"{frame.filename}:{frame.lineno}"
+    return call_site()
+
+
+def _is_users(file: str) -> bool:
+    # The watcher of a call is entered through contextlib.
+    return not file.startswith((_OWN_FILES, _TORCH_FILES, "<")) and file != contextlib.__file__
