@@ -154,7 +154,6 @@ def captured(fn, *inputs):
     graphs = []
 
     def keep(graph, _):
-        # with_effects(token, op, ...)
         calls = [node for node in graph.graph.nodes if node.op == "call_function"]
         graphs.append([str(n.args[1] if "effects" in str(n.target) else n.target) for n in calls])
         return graph.forward

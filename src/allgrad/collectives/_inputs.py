@@ -265,9 +265,9 @@ def exchange(  # noqa: PLR0917
     root: int = -1,
 ) -> handshake.Exchange:
     """Tell all ranks what this one holds, and learn what they hold."""
-    if has_only_shapes(leaves):
+    if torch.compiler.is_compiling() or has_only_shapes(leaves):
         raise ModeError(
-            f"{call.name}: of fake and meta tensors the ranks cannot tell each other the sizes.\n"
+            f"{call.name}: with shapes alone the ranks cannot tell each other their sizes.\n"
             f"{_ADVICE.get(operation, _ADVICE['all_gather'])}"
         )
     specs = tuple(
