@@ -1,6 +1,8 @@
 """The house: imports point strictly down, and only the wire talks to torch.distributed."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ SRC = Path(__file__).parent.parent / "src" / "allgrad"
 
 # From the bottom up: a package imports itself and the packages above its own line.
 PACKAGES = (
-    *("errors", "containers", "_core", "_wire", "_autograd", "collectives", "devices"),
+    *("errors", "containers", "_core", "_wire", "_autograd", "types", "collectives", "devices"),
     *("module_state", "losses", "compat", "testing", "cli", "__main__"),
 )
 # Differentiation knows nothing of how bytes move; only lockstep tells other ranks of an error.
@@ -51,6 +53,8 @@ def test_only_the_wire_talks_to_torch_distributed(path):
         elif isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
     inside = path.relative_to(SRC).as_posix()
+    if inside == "_core/torch_internals.py":  # looked up for allgrad bench, when it asks
+        names = [name for name in names if name != "torch.distributed"]
     assert (
         inside.startswith("_wire/")
         or inside in BASELINES
@@ -79,3 +83,55 @@ def test_tests_mirror_the_source():
 def test_files_stay_small():
     long = {str(p): n for p in FILES if (n := len(p.read_text().splitlines())) > 400}
     assert not long
+
+
+def private_names_of_torch(path):
+    """Names with a leading underscore that a file takes from torch, or from objects of torch."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            yield from (part for part in parts if part.startswith("_"))
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    yield from (part for part in alias.name.split(".") if part.startswith("_"))
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            root = node.value
+            while isinstance(root, (ast.Attribute, ast.Call)):
+                root = root.value if isinstance(root, ast.Attribute) else root.func
+            own = isinstance(root, ast.Name) and root.id in {"self", "cls", "sys", "other", "super"}
+            if not own and not node.attr.startswith("__"):
+                yield node.attr
+
+
+# Private names of our own, or of the standard library, that another object of ours is asked for.
+OWN = {"_replace", "_chain", "_fields", "_asdict", "_exit", "_finish", "_result", "_metadata"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+def test_private_names_of_torch_stand_in_one_file(path):
+    if path != SRC / "_core" / "torch_internals.py":
+        assert set(private_names_of_torch(path)) <= OWN
+
+
+IMPORT = """
+import sys, time
+began = time.perf_counter()
+import torch
+torch_took, before = time.perf_counter() - began, set(sys.modules)
+began = time.perf_counter()
+import allgrad
+print(torch_took, time.perf_counter() - began)
+print(*sorted(set(sys.modules) - before))
+"""
+LATE = ("torch._dynamo", "torch._inductor", "triton", "sympy", "optree.integrations.torch")
+GRAPHS = "allgrad._autograd.graph_ops"
+
+
+def test_import_loads_no_compiler_and_no_graph_code():
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True, timeout=100
+    )
+    loaded = done.stdout.splitlines()[1].split()
+    assert "allgrad.collectives.all_gather" in loaded
+    assert not [name for name in loaded if name == GRAPHS or name.startswith(LATE)]

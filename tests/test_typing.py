@@ -31,7 +31,15 @@ def mypy(file):
 def pyright(file):
     """The same for pyright."""
     done = subprocess.run(
-        [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, str(file)],
+        [
+            sys.executable,
+            "-m",
+            "pyright",
+            "--outputjson",
+            "--pythonpath",
+            sys.executable,
+            str(file),
+        ],
         cwd=HERE,
         capture_output=True,
         text=True,

@@ -19,7 +19,7 @@ from refusals import raises_everywhere
 EXCHANGING = {
     "all_gather": ag.all_gather,
     "gather": lambda x, dim=0: ag.gather(x, 1, dim),
-    "sizes": ag.sizes,
+    "gather_sizes": ag.gather_sizes,
     "permute": lambda x, dim=0: ag.permute(x, [(0, 1)], dim=dim),
     "all_to_all": ag.all_to_all,
 }

@@ -187,7 +187,7 @@ def test_no_padding_travels(rank, monkeypatch):
     )
     y, _ = all_gather(torch.zeros(1000 if rank == 1 else 1, 4))
     assert y.shape == (1002, 4)
-    assert counts == [[1, 1000, 1]]
+    assert counts[1:] == [[1, 1000, 1]]  # the first are the rows of the size exchange
 
 
 def test_without_a_process_group():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -13,6 +12,7 @@ __all__ = ["HANDSHAKE", "MAKERS", "AdjointPair", "Ends", "Made", "Map", "makes_p
 
 Map: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Ends: TypeAlias = tuple[Sequence[int], Sequence[int]]
+T = TypeVar("T", bound=Callable[..., Any])
 
 
 class Made(NamedTuple):
@@ -73,24 +73,16 @@ MAKERS: dict[str, Maker] = {}
 HANDSHAKE: list[Callable[..., Sequence[int]]] = []
 
 
-def makes_pair(
-    name: str, ends: Callable[..., Ends] | None = None
-) -> Callable[[Callable[..., AdjointPair]], Callable[..., AdjointPair]]:
+def makes_pair(name: str, ends: Callable[..., Ends] | None = None) -> Callable[[T], T]:
     """Mark a function that makes a pair from a call, Partitions and then whole numbers.
 
     ``ends(call, *args)`` gives the lengths of the tensors along their cut dims, before and after
-    the map; without it a map keeps shapes. Nothing else is needed to trace a call.
+    the map; without it a map keeps shapes. The pair says ``Made(name, call, args)`` of itself.
+    Nothing else is needed to trace a call.
     """
 
-    def register(make: Callable[..., AdjointPair]) -> Callable[..., AdjointPair]:
+    def register(make: T) -> T:
         MAKERS[name] = Maker(make, ends)
-
-        @wraps(make)
-        def made(call: Any, *args: Any) -> AdjointPair:
-            pair = make(call, *args)
-            pair.made = Made(name, call, args)
-            return pair
-
-        return made
+        return make
 
     return register

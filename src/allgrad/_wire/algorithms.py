@@ -273,13 +273,16 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
 }
 
 _forced: dict[str, Algorithm] = {}
+_ADDED_BY_BACKEND = frozenset(
+    {eager.all_reduce, eager.reduce, eager.reduce_scatter, eager.reduce_scatter_list}
+)
 
 
 @lru_cache(maxsize=4096)
 def choose(s: Situation) -> Algorithm:
     """The algorithm for a situation."""
     forced = _forced.get(s.operation)
-    if forced is not None:
+    if forced is not None and (s.can_add or forced.run not in _ADDED_BY_BACKEND):
         return forced
     return next(entry for entry in TABLE[s.operation] if entry.limit(s))
 

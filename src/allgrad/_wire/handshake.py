@@ -8,11 +8,14 @@ Behind the codec's header a row of 96 words has
           5        hash of their names in the nest
           6        src or dst, + 1
           7        0, or the class of the error that this rank found in its own arguments
-          8 -      for each tensor: dtype, dim, amount, number of dimensions, shape
-                   then the text of the error
+          8        how many amounts there are, or -1 if they follow in a message of their own
+          9 -      for each tensor: dtype, dim, number of dimensions, shape
+                   amounts for each receiver, tensor by tensor (all_to_all, scatter)
+                   the text of the error
 
 A nest of many tensors may need more words than a row has: the rest follows in a second message,
-whose length all ranks then know. The ``amount`` may differ by receiver (all_to_all, scatter).
+whose length all ranks then know. Amounts that do not fit into the row follow too. The first message
+is the same for every operation, so that ranks that call different ones find out.
 
 When all is well, rows differ only in the lengths and amounts that the call asks for, which one
 comparison of the whole table tells; a row is decoded only to say what is wrong with it. A rank
@@ -58,9 +61,10 @@ __all__ = [
 ]
 
 ROW = 96
-_LENGTH = 3  # the word with the length of the message
-_FIXED = 8
-_SPEC = 4  # words of a tensor before its shape
+_LENGTH, _AMOUNTS = 3, 8  # the words with the length of the message, and the number of amounts
+_FIXED = 9
+_SPEC = 3  # words of a tensor before its shape
+_FOLLOW = -1  # amounts come in a message of their own
 _MOST_TENSORS = 1 << 20
 
 OPERATIONS = (
@@ -79,7 +83,6 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype | None
     shape: tuple[int, ...]
     dim: int
-    amount: int = 0
 
     def __str__(self) -> str:
         if self.dtype is None:
@@ -96,6 +99,7 @@ class RankArgs:
     names: int = 0
     root: int = -1
     problem: InputError | None = None
+    amounts: tuple[int, ...] | None = ()  # for each receiver, tensor by tensor; None: they follow
 
     def encode(self) -> list[int]:
         """The row, and whatever about the tensors does not fit into it."""
@@ -104,10 +108,13 @@ class RankArgs:
         length = _FIXED + sum(_SPEC + len(spec.shape) for spec in self.tensors)
         kind = type(self.problem) if type(self.problem) in _ERRORS else InputError
         error = 0 if self.problem is None else _ERRORS.index(kind)
+        amounts = self.amounts or ()
         writer.number(length, len(self.tensors), self.names, self.root + 1, error)
+        writer.number(_FOLLOW if self.amounts is None else len(amounts))
         for spec in self.tensors:
             writer.dtype(spec.dtype)
-            writer.number(spec.dim, spec.amount, len(spec.shape), *spec.shape)
+            writer.number(spec.dim, len(spec.shape), *spec.shape)
+        writer.number(*amounts)
         if self.problem is not None:
             writer.text(str(self.problem), max(0, (ROW - length - 1) * 8))
         return writer.padded(max(ROW, len(writer.words)))
@@ -121,14 +128,16 @@ class RankArgs:
         count = reader.number(0, _MOST_TENSORS)
         names = reader.number(-(2**63))
         root, error = reader.number() - 1, reader.choice(_ERRORS)
+        told = reader.number(_FOLLOW, ROW)
         specs = []
         for _ in range(count):
-            dtype, dim, amount = reader.dtype(), reader.number(0, MAX_DIMS), reader.number()
-            specs.append(TensorSpec(dtype, reader.shape(), dim, amount))
+            dtype, dim = reader.dtype(), reader.number(0, MAX_DIMS)
+            specs.append(TensorSpec(dtype, reader.shape(), dim))
             if dim >= max(1, len(specs[-1].shape)):
                 raise reader.damaged()
+        amounts = None if told == _FOLLOW else reader.numbers(told)
         problem = None if error is None else error(reader.text(ROW * 8))
-        return RankArgs(operation, tuple(specs), names, root, problem)
+        return RankArgs(operation, tuple(specs), names, root, problem, amounts)
 
     def __str__(self) -> str:
         return ", ".join(str(spec) for spec in self.tensors[:3]) or "no tensor"
@@ -141,26 +150,24 @@ def hash_names(names: Sequence[str]) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _template(args: RankArgs) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """The encoded row of arguments whose lengths along dim are left open, and the words to fill.
-
-    Positions of the lengths along dim, and of the amounts, tensor by tensor.
-    """
-    at, lengths, amounts = _FIXED, [], []
+def _template(args: RankArgs) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The encoded row of arguments, and the words with the tensors' lengths along dim."""
+    at, lengths = _FIXED, []
     for spec in args.tensors:
-        amounts.append(at + 2)
         lengths.append(at + _SPEC + spec.dim)
         at += _SPEC + len(spec.shape)
-    return tuple(args.encode()), tuple(lengths), tuple(amounts)
+    return tuple(args.encode()), tuple(lengths)
 
 
 class Exchange(NamedTuple):
-    """The rows of all ranks, and where the lengths and amounts stand in them."""
+    """The rows of all ranks, and where the lengths and the amounts for this rank stand in them."""
 
     call: Call
     rows: Tensor
     length_words: tuple[int, ...]
-    amount_words: tuple[int, ...]
+    first_amount: int
+    own_amounts: Tensor | None  # of this rank, by tensor and receiver
+    device: torch.device
 
     def same(self, *free: int) -> bool:
         """Tell whether all rows are the same, except in these words."""
@@ -171,16 +178,32 @@ class Exchange(NamedTuple):
 
     def lengths(self) -> tuple[tuple[int, ...], ...] | None:
         """What each rank holds along dim, tensor by tensor; None if rows differ in more than that."""
-        return self._columns(self.length_words) if self.same(*self.length_words) else None
+        if not self.same(*self.length_words):
+            return None
+        return tuple(tuple(self.rows[:, word].tolist()) for word in self.length_words)
 
     def amounts(self) -> tuple[tuple[int, ...], ...] | None:
         """What each rank tells this one; None if rows differ in more than that and their lengths."""
-        if not self.same(*self.length_words, *self.amount_words):
+        assert self.own_amounts is not None
+        inline = int(self.rows[self.call.rank, _AMOUNTS])
+        words = range(self.first_amount, self.first_amount + max(inline, 0))
+        if not self.same(*self.length_words, *words):
             return None
-        return self._columns(self.amount_words)
+        if inline != _FOLLOW:
+            own = words[self.call.rank :: self.call.size]
+            return tuple(tuple(self.rows[:, word].tolist()) for word in own)
+        return self.following_amounts(len(self.own_amounts))
 
-    def _columns(self, words: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(self.rows[:, word].tolist()) for word in words)
+    def following_amounts(self, tensors: int) -> tuple[tuple[int, ...], ...]:
+        """Amounts for so many tensors in a message of their own, by tensor and sender."""
+        own = torch.zeros(tensors, self.call.size, dtype=torch.int64)
+        if self.own_amounts is not None and len(self.own_amounts) == tensors:
+            own = self.own_amounts
+        counts = (tensors,) * self.call.size
+        sent = own.t().reshape(-1).to(self.device)
+        found = wire.all_to_all(self.call, sent, counts, counts, equal=True)
+        by_tensor: list[list[int]] = found.cpu().view(self.call.size, tensors).t().tolist()
+        return tuple(tuple(one) for one in by_tensor)
 
     def decoded(self) -> list[RankArgs]:
         """Every rank's arguments; raises if some rank found a problem with its own."""
@@ -202,55 +225,45 @@ def exchange(
     ``amounts[i][r]`` is a number about tensor ``i`` for rank ``r`` alone.
     """
     where = call.group.message_device(device)
-    words, length_words, amount_words = _encoded(mine)
+    specs = sum(_SPEC + len(spec.shape) for spec in mine.tensors)
+    told: Tensor | None = None
+    if amounts is not None:
+        told = torch.tensor(amounts, dtype=torch.int64).view(len(amounts), call.size)
+        fit = _FIXED + specs + told.numel() <= ROW
+        mine = replace(mine, amounts=tuple(told.flatten().tolist()) if fit else None)
+    words, length_words = _encoded(mine)
     row = torch.tensor(words, dtype=torch.int64)
-    if amounts is None:
-        rows = _gathered(call, row[:ROW], where)
-    else:
-        own = row.repeat(call.size, 1)
-        for word, by_rank in zip(amount_words, amounts, strict=True):
-            own[:, word] = torch.tensor(by_rank, dtype=torch.int64)
-        rows = _exchanged(call, own[:, :ROW], where)
+    rows = _gathered(call, row[:ROW], where)
     if len(words) > ROW or int(rows[:, _LENGTH].max()) > ROW:
         longest = _checked_length(rows)
-        if amounts is None:
-            rest = _padded(row[ROW:], longest - ROW)
-            rows = torch.cat([rows, _gathered(call, rest, where)], 1)
-        else:
-            rest = torch.stack([_padded(one[ROW:], longest - ROW) for one in own])
-            rows = torch.cat([rows, _exchanged(call, rest, where)], 1)
-    return Exchange(call, rows, length_words, amount_words)
+        rest = torch.cat([row[ROW:], row.new_zeros(longest - len(words))])
+        rows = torch.cat([rows, _gathered(call, rest, where)], 1)
+    return Exchange(call, rows, length_words, _FIXED + specs, told, where)
 
 
-def _encoded(mine: RankArgs) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
-    """The own words. All but the lengths along dim repeat from call to call and are cached."""
-    if mine.problem is not None or any(spec.dtype is None for spec in mine.tensors):
-        once, length_words, amount_words = _template.__wrapped__(mine)
-        return list(once), length_words, amount_words
+def _encoded(mine: RankArgs) -> tuple[list[int], tuple[int, ...]]:
+    """The own words. All but lengths along dim and amounts repeat from call to call and are cached."""
+    if mine.problem is not None or any(not spec.shape for spec in mine.tensors):
+        return mine.encode(), ()
     open_specs = tuple(
         spec._replace(shape=(*spec.shape[: spec.dim], 0, *spec.shape[spec.dim + 1 :]))
         for spec in mine.tensors
     )
-    found, length_words, amount_words = _template(replace(mine, tensors=open_specs))
+    told = mine.amounts or ()
+    no_amounts = None if mine.amounts is None else (0,) * len(told)
+    found, length_words = _template(replace(mine, tensors=open_specs, amounts=no_amounts))
     words = list(found)
     for word, spec in zip(length_words, mine.tensors, strict=True):
         words[word] = spec.shape[spec.dim]
-    return words, length_words, amount_words
+    if told:
+        first = int(found[_LENGTH])
+        words[first : first + len(told)] = told
+    return words, length_words
 
 
 def _gathered(call: Call, row: Tensor, device: torch.device) -> Tensor:
     joined = wire.all_gather(call, row.to(device), (len(row),) * call.size)
     return joined.cpu().view(call.size, len(row))
-
-
-def _exchanged(call: Call, rows: Tensor, device: torch.device) -> Tensor:
-    counts = (rows.shape[1],) * call.size
-    flat = wire.all_to_all(call, rows.reshape(-1).to(device), counts, counts, equal=True)
-    return flat.cpu().view(rows.shape)
-
-
-def _padded(words: Tensor, length: int) -> Tensor:
-    return torch.cat([words, words.new_zeros(length - len(words))])
 
 
 def _checked_length(rows: Tensor) -> int:

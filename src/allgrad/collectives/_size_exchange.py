@@ -1,6 +1,6 @@
 """What the ranks find out from each other before a call, in eager code and as an op in a graph.
 
-The functions above the line are called by collectives. In eager code they make the exchange; in a
+Collectives call the functions of the first part. In eager code they make the exchange; in a
 graph they leave it to the op ``exchange`` (graph_ops), which makes the same one when the graph runs.
 """
 
@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from allgrad._autograd.adjoint_pair import HANDSHAKE
-from allgrad.collectives._inputs import Leaves, exchange
+from allgrad._core.partition import Partition
+from allgrad.collectives._inputs import Leaves, check_for_all, exchange, take_leaves
 from allgrad.collectives._mismatch import pieces_differ
+from allgrad.collectives._sizes import held_sizes
 from allgrad.errors import TensorError, rank_table
 
 if TYPE_CHECKING:
@@ -20,16 +22,37 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from allgrad._core.partition import Partition
     from allgrad._wire.calls import Call
     from allgrad._wire.handshake import RankArgs, TensorSpec
+    from allgrad.types import Sizes
 
     SizesByTensor = Sequence[Sequence[int]]
 
-__all__ = ["amounts_of_src", "arriving_sizes", "compare_shapes", "sizes_by_rank", "specs_of_src"]
+__all__ = ["amounts_of_src", "arriving_sizes", "compare_shapes", "held_pieces", "specs_of_src"]
 
 
-def sizes_by_rank(
+def held_pieces(
+    call: Call, x: object, dim: object, sizes: Sizes, operation: str | None = None
+) -> tuple[Leaves, Partition]:
+    """Check the pieces of a ragged whole, and find what each rank holds of it.
+
+    With ``sizes=None`` a mistake on one rank is told to all of them in the size exchange.
+    """
+    operation = operation or call.name
+    find_out = sizes is None and call.size > 1
+
+    def check() -> tuple[Leaves, tuple[int, ...]]:
+        return take_leaves(call.name, x).along(call.name, dim)
+
+    leaves, dims = check_for_all(call, operation, x, check, exchanged=find_out)
+    if not find_out:
+        known = "equal" if sizes is None else sizes
+        own = [t.shape[d] for t, d in zip(leaves.tensors, dims, strict=True)]
+        return leaves, Partition(dims, tuple(held_sizes(call, n, known) for n in own))
+    return leaves, Partition(dims, _sizes_by_rank(call, operation, leaves, dims))
+
+
+def _sizes_by_rank(
     call: Call, operation: str, leaves: Leaves, dims: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
     """What every rank holds of each leaf along its dim."""
@@ -65,12 +88,20 @@ def amounts_of_src(call: Call, leaves: Leaves, partition: Partition, src: int) -
 
 def specs_of_src(
     call: Call, leaves: Leaves, dims: Sequence[int], amounts: SizesByTensor, src: int
-) -> tuple[TensorSpec, ...]:
-    """What src cuts, once every rank agrees that it is src. Other ranks' tensors are ignored."""
-    ranks = exchange(call, "scatter", leaves, dims, amounts, src).decoded()
+) -> tuple[tuple[TensorSpec, ...], tuple[int, ...]]:
+    """What src cuts, and what this rank gets of it, once every rank agrees that it is src.
+
+    Other ranks' tensors are ignored.
+    """
+    rows = exchange(call, "scatter", leaves, dims, amounts, src)
+    ranks = rows.decoded()
     if any(args.operation != "scatter" or args.root != src for args in ranks):
         raise pieces_differ(call, leaves, ranks, free=True)
-    return _with_structure(ranks, src)
+    specs, told = _with_structure(ranks, src), ranks[src].amounts
+    if told is None:
+        told = tuple(by_rank[src] for by_rank in rows.following_amounts(len(specs)))
+        return specs, told
+    return specs, told[call.rank :: call.size]
 
 
 def _with_structure(ranks: Sequence[RankArgs], src: int) -> tuple[TensorSpec, ...]:
@@ -152,7 +183,7 @@ def _own_amounts(
     amounts: SizesByTensor,
     src: int,
 ) -> tuple[tuple[int, ...], ...]:
-    specs = specs_of_src(call, leaves, dims, amounts, src)
+    specs, own = specs_of_src(call, leaves, dims, amounts, src)
     for spec, tensor in zip(specs, leaves.tensors, strict=True):
         shape = list(tensor.shape)
         shape[spec.dim : spec.dim + 1] = [spec.shape[spec.dim]]
@@ -162,7 +193,7 @@ def _own_amounts(
                 f"{tensor.dtype}, but src {src} cuts {spec}.\n"
                 "Give it a tensor with the dtype and the other dimensions of the one on src."
             )
-    return tuple((spec.amount,) for spec in specs)
+    return tuple((amount,) for amount in own)
 
 
 _EXCHANGES: dict[str, Callable[..., tuple[tuple[int, ...], ...]]] = {

@@ -1,4 +1,4 @@
-"""Sizes by rank: given by the caller, promised to be equal, divided evenly, or found out."""
+"""Sizes by rank that need no message: given by the caller, promised to be equal, divided evenly."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING
 
 from allgrad._core.partition import Partition, even
 from allgrad._core.torch_internals import lengths_differ
-from allgrad.collectives._inputs import Leaves, as_index, check_for_all, take_leaves
-from allgrad.collectives._size_exchange import sizes_by_rank
+from allgrad.collectives._inputs import Leaves, as_index
 from allgrad.errors import SizesError
 
 if TYPE_CHECKING:
     from allgrad._wire.calls import Call
     from allgrad.types import Sizes
 
-__all__ = ["divide", "given_sizes", "held_pieces", "partition_for"]
+__all__ = ["divide", "given_sizes", "held_sizes", "partition_for"]
 
 
 def given_sizes(name: str, call: Call, sizes: Sizes, argument: str = "sizes") -> tuple[int, ...]:
@@ -68,28 +67,7 @@ def partition_for(
     )
 
 
-def held_pieces(
-    call: Call, x: object, dim: object, sizes: Sizes, operation: str | None = None
-) -> tuple[Leaves, Partition]:
-    """Check the pieces of a ragged whole, and find what each rank holds of it.
-
-    With ``sizes=None`` a mistake on one rank is told to all of them in the size exchange.
-    """
-    operation = operation or call.name
-    find_out = sizes is None and call.size > 1
-
-    def check() -> tuple[Leaves, tuple[int, ...]]:
-        return take_leaves(call.name, x).along(call.name, dim)
-
-    leaves, dims = check_for_all(call, operation, x, check, exchanged=find_out)
-    if not find_out:
-        known = "equal" if sizes is None else sizes
-        own = [t.shape[d] for t, d in zip(leaves.tensors, dims, strict=True)]
-        return leaves, Partition(dims, tuple(_held(call, n, known) for n in own))
-    return leaves, Partition(dims, sizes_by_rank(call, operation, leaves, dims))
-
-
-def _held(call: Call, length: int, sizes: Sizes) -> tuple[int, ...]:
+def held_sizes(call: Call, length: int, sizes: Sizes) -> tuple[int, ...]:
     """What each rank holds, as the caller says."""
     if isinstance(sizes, str) and sizes == "equal":
         return (length,) * call.size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
+from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
 from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
 from allgrad._core.partition import Partition, real_memory, unpack
@@ -18,8 +18,8 @@ from allgrad.collectives._inputs import (
     take_leaves,
 )
 from allgrad.collectives._pair_cache import hashable, recall
-from allgrad.collectives._size_exchange import compare_shapes
-from allgrad.collectives._sizes import held_pieces, partition_for
+from allgrad.collectives._size_exchange import compare_shapes, held_pieces
+from allgrad.collectives._sizes import partition_for
 from allgrad.collectives.all_to_all import exchange_pair
 
 if TYPE_CHECKING:
@@ -299,7 +299,8 @@ def gather_pair(call: Call, partition: Partition, divided_by: int = 1) -> Adjoin
         out = wire.reduce_scatter(call, partition.pack_blocks(xs), partition.counts(xs))
         return unpack(_divided(out, divided_by), partition.shapes(xs, call.rank))
 
-    return AdjointPair("all_gather", "reduce_scatter", gather, reduce_and_keep)
+    made = Made("all_gather", call, (partition, divided_by))
+    return AdjointPair("all_gather", "reduce_scatter", gather, reduce_and_keep, made)
 
 
 @makes_pair("all_gather same", _ends)
@@ -310,7 +311,8 @@ def same_pair(call: Call, partition: Partition) -> AdjointPair:
         own = partition.own_blocks(xs, call.rank)
         return [x.clone() if x.is_contiguous() else real_memory(x) for x in own]
 
-    return AdjointPair("all_gather", "split", gather_pair(call, partition).forward, keep)
+    made = Made("all_gather same", call, (partition,))
+    return AdjointPair("all_gather", "split", gather_pair(call, partition).forward, keep, made)
 
 
 def _divided(fresh: Tensor, by: int) -> Tensor:

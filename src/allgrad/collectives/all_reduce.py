@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
+from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
 from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
 from allgrad._core.partition import Partition, even, pack, unpack_like
@@ -158,7 +158,8 @@ def share(
 @makes_pair("all_reduce")
 def _sum_pair(call: Call, divided_by: int) -> AdjointPair:
     reduce = partial(_reduced, call, divided_by)
-    return AdjointPair("all_reduce", "all_reduce", reduce, reduce)
+    made = Made("all_reduce", call, (divided_by,))
+    return AdjointPair("all_reduce", "all_reduce", reduce, reduce, made)
 
 
 @makes_pair("all_reduce same")
@@ -169,7 +170,8 @@ def _same_pair(call: Call, divided_by: int) -> AdjointPair:
         return [x if divided_by == 1 else x / divided_by for x in xs]
 
     reduce = partial(_reduced, call, divided_by)
-    return AdjointPair("all_reduce", "share", reduce, hand_over)
+    made = Made("all_reduce same", call, (divided_by,))
+    return AdjointPair("all_reduce", "share", reduce, hand_over, made)
 
 
 def _reduced(call: Call, by: int, xs: Sequence[Tensor]) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
+from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
 from allgrad._autograd.async_calls import Handle
 from allgrad._autograd.transforms import apply
 from allgrad._core.partition import Partition
@@ -162,6 +162,7 @@ def exchange_pair(
         "all_to_all",
         partial(_exchange, call, send, receive, bool(equal)),
         partial(_exchange, call, receive, send, bool(equal)),
+        Made("all_to_all", call, (send, receive, equal)),
     )
 
 

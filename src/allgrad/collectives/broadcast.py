@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
+from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
 from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
 from allgrad._core.partition import Partition, pack, unpack_like
@@ -166,7 +166,8 @@ def _sum_pair(call: Call, root: int, divided_by: int = 1) -> AdjointPair:
     def collect(xs: Sequence[Tensor]) -> list[Tensor]:
         return _divided(wire.reduce(call, pack(xs), root), xs, divided_by)
 
-    return AdjointPair("broadcast", "reduce", send, collect)
+    made = Made("broadcast", call, (root, divided_by))
+    return AdjointPair("broadcast", "reduce", send, collect, made)
 
 
 @makes_pair("broadcast same")
@@ -174,7 +175,8 @@ def _same_pair(call: Call, src: int) -> AdjointPair:
     def keep(xs: Sequence[Tensor]) -> list[Tensor]:
         return [x.clone() if call.rank == src else torch.zeros_like(x) for x in xs]
 
-    return AdjointPair("broadcast", "keep on src", _sum_pair(call, src).forward, keep)
+    made = Made("broadcast same", call, (src,))
+    return AdjointPair("broadcast", "keep on src", _sum_pair(call, src).forward, keep, made)
 
 
 def _divided(fresh: Tensor, xs: Sequence[Tensor], by: int) -> list[Tensor]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
+from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
 from allgrad._core.partition import Partition, unpack
 from allgrad._core.torch_internals import lengths_differ
 from allgrad._wire import primitives as wire
@@ -19,8 +19,8 @@ from allgrad.collectives._inputs import (
     has_only_shapes,
     take_leaves,
 )
-from allgrad.collectives._size_exchange import amounts_of_src, specs_of_src
-from allgrad.collectives._sizes import given_sizes, held_pieces, partition_for
+from allgrad.collectives._size_exchange import amounts_of_src, held_pieces, specs_of_src
+from allgrad.collectives._sizes import given_sizes, partition_for
 from allgrad.errors import ModeError, SizesError, TensorError
 
 if TYPE_CHECKING:
@@ -192,12 +192,12 @@ def scatter(
         given = given_sizes("scatter", call, sizes)[call.rank] if known else None
         leaves, partition = _in_graph(call, leaves, partition, root, dim, given)
     else:
-        specs = specs_of_src(call, leaves, partition.dims, partition.sizes, root)
+        specs, own = specs_of_src(call, leaves, partition.dims, partition.sizes, root)
         if not here:
             leaves = _ignored(call, leaves, specs)
             partition = Partition(
                 tuple(spec.dim for spec in specs),
-                tuple(_only(call.rank, call.size, spec.amount) for spec in specs),
+                tuple(_only(call.rank, call.size, amount) for amount in own),
             )
     return leaves.run_parts(
         partition,
@@ -285,4 +285,4 @@ def gather_pair(call: Call, partition: Partition, root: int) -> AdjointPair:
         received = wire.all_to_all(call, packed, into, out)
         return unpack(received, partition.shapes(xs, call.rank))
 
-    return AdjointPair("gather", "scatter", collect, deal)
+    return AdjointPair("gather", "scatter", collect, deal, Made("gather", call, (partition, root)))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
+from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
 from allgrad._core.partition import Partition, unpack
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import check_grad, check_rank, describe
-from allgrad.collectives._sizes import held_pieces
+from allgrad.collectives._size_exchange import held_pieces
 from allgrad.errors import GroupError, InputError
 
 if TYPE_CHECKING:
@@ -190,6 +190,7 @@ def permute_pair(call: Call, partition: Partition, *destinations: int) -> Adjoin
         "permute",
         lambda xs: move(xs, to, back, partition, after),
         lambda xs: move(xs, back, to, after, partition),
+        Made("permute", call, (partition, *destinations)),
     )
 
 

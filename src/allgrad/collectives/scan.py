@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
+from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
 from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
 from allgrad._core.partition import Partition, pack_flat, unpack_like
@@ -125,7 +125,8 @@ def _prefix_pair(call: Call, exclusive: bool) -> AdjointPair:
     def sums(xs: Sequence[Tensor], step: int) -> list[Tensor]:
         return unpack_like(_prefix(call, pack_flat(xs), step, exclusive), xs)
 
-    return AdjointPair("scan", "suffix scan", lambda xs: sums(xs, 1), lambda xs: sums(xs, -1))
+    made = Made("scan", call, (exclusive,))
+    return AdjointPair("scan", "suffix scan", lambda xs: sums(xs, 1), lambda xs: sums(xs, -1), made)
 
 
 def _prefix(call: Call, flat: Tensor, step: int, exclusive: bool) -> Tensor:

@@ -29,7 +29,8 @@ from allgrad._wire import primitives as wire
 from allgrad._wire.handshake import RankArgs, TensorSpec
 from allgrad.collectives._inputs import check_for_all, exchange, take_leaves
 from allgrad.collectives._mismatch import pieces_differ
-from allgrad.collectives._sizes import divide, held_pieces
+from allgrad.collectives._size_exchange import held_pieces
+from allgrad.collectives._sizes import divide
 from allgrad.errors import GroupError, InputError, PieceMismatch, SizesError, TensorError
 
 if TYPE_CHECKING:

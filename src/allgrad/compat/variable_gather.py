@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import allgrad as ag
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import check_grad, take_leaves
-from allgrad.collectives._sizes import held_pieces
+from allgrad.collectives._size_exchange import held_pieces
 from allgrad.errors import InputError
 
 if TYPE_CHECKING:

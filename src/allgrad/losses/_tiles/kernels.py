@@ -202,7 +202,9 @@ def safe_softmax_tile(
     num_pid_m = tl.cdiv(rows, BLOCK_M)
     for pid in range(tl.program_id(0), num_pid_m * tl.cdiv(columns, BLOCK_N), tl.num_programs(0)):
         start_m, start_n = pid % num_pid_m * BLOCK_M, pid // num_pid_m * BLOCK_N
-        tile = _products(q, k, start_m, start_n, width, BLOCK_M, BLOCK_N, BLOCK_K) * tl.load(scalars)
+        tile = _products(q, k, start_m, start_n, width, BLOCK_M, BLOCK_N, BLOCK_K) * tl.load(
+            scalars
+        )
         offs_m, offs_n = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
         by_row = tl.load(row_lse + offs_m, mask=offs_m < rows, other=0.0)
         by_column = tl.load(column_lse + offs_n, mask=offs_n < columns, other=0.0)
