@@ -102,7 +102,7 @@ def test_bad_arguments(rank, world):
 
 
 def convolve(group, kind, dims, dim, options):
-    rank, world = place(group)
+    _, world = place(group)
     lengths = LENGTHS[kind][:world]
     torch.manual_seed(1)
     plain = PLAIN[dims](2, 4, **options).double()
