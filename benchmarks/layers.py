@@ -34,13 +34,13 @@ class SumOverRanks(torch.autograd.Function):
     """A sum both ways, by raw calls."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(_ctx, x):
         y = x.clone()
         dist.all_reduce(y)
         return y
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(_ctx, g):
         g = g.contiguous().clone()
         dist.all_reduce(g)
         return g
@@ -50,11 +50,11 @@ class CopyToRanks(torch.autograd.Function):
     """Nothing forward, a sum backward."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(_ctx, x):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(_ctx, g):
         g = g.contiguous().clone()
         dist.all_reduce(g)
         return g
@@ -64,13 +64,13 @@ class SumOnce(torch.autograd.Function):
     """A sum forward, nothing backward."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(_ctx, x):
         y = x.clone()
         dist.all_reduce(y)
         return y
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(_ctx, g):
         return g
 
 

@@ -133,6 +133,17 @@ def test_forward_mode_and_func(rank, world, kind):
 
 
 @both
+def test_backward_twice_over_one_graph(kind):
+    q, k, v = (leaf(random((2, 4, 8), seed)) for seed in range(3))
+    value = loss(KINDS[kind](q, k, v), 0)
+    first = torch.autograd.grad(value, [q, k, v], retain_graph=True)
+    second = torch.autograd.grad(value, [q, k, v])
+    assert all(map(torch.equal, first, second))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(value, [q, k, v])
+
+
+@both
 @pytest.mark.ranks(2)
 def test_half_precision(rank, world, kind):
     q, k, v = (random((2, 8, 16), seed + rank) for seed in (0, 10, 20))

@@ -77,31 +77,41 @@ def nothing_of(*xs: Tensor) -> Tensor:
 
 
 class _Kernel(torch.autograd.Function):
-    """The kernel with a graph of its own, which backward runs unless it must be differentiated."""
+    """The kernel with a graph of its own, which backward runs unless it must be differentiated.
+
+    Where it must be, the plain formula stands in: kernels have no second derivative.
+    """
 
     @staticmethod
     def forward(ctx: Any, options: _Options, *inputs: Tensor) -> Tensor:
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
-            inner = _by_kernel(leaves[0], leaves[1], leaves[2], options)
-        ctx.options, ctx.leaves, ctx.inner = options, leaves, inner
+        ctx.options, ctx.inner = options, _inner_graph(inputs, options)
         ctx.save_for_backward(*inputs)
-        return inner.detach()
+        result: Tensor = ctx.inner[0]
+        return result.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():
-            return None, *_gradients(ctx.inner, ctx.leaves, gradient, graph=False)
         inputs = ctx.saved_tensors
-        again = _by_formula(inputs[0], inputs[1], inputs[2], ctx.options)
-        return None, *_gradients(again, inputs, gradient, graph=True)
+        if torch.is_grad_enabled():
+            y = _by_formula(inputs[0], inputs[1], inputs[2], ctx.options)
+            return None, *_gradients(y, inputs, gradient, graph=True)
+        # Kept, the inner graph would outlive the rest of the graph: a second backward makes it anew.
+        inner, ctx.inner = ctx.inner, None
+        y, leaves = inner or _inner_graph(inputs, ctx.options)
+        return None, *_gradients(y, leaves, gradient, graph=False)
+
+
+def _inner_graph(inputs: Sequence[Tensor], options: _Options) -> tuple[Tensor, list[Tensor]]:
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        return _by_kernel(leaves[0], leaves[1], leaves[2], options), leaves
 
 
 def _gradients(
     y: Tensor, xs: Sequence[Tensor], gradient: Tensor, *, graph: bool
 ) -> list[Tensor | None]:
     wanted = [x for x in xs if x.requires_grad]
-    found = iter(torch.autograd.grad(y, wanted, gradient, retain_graph=True, create_graph=graph))
+    found = iter(torch.autograd.grad(y, wanted, gradient, create_graph=graph))
     return [next(found) if x.requires_grad else None for x in xs]
 
 
