@@ -19,7 +19,7 @@ from allgrad.nn._ranks import facts_of_all, find_place
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from allgrad._wire.primitives import GroupLike
+    from allgrad.types import GroupLike
 
 __all__ = ["attend_all", "attend_block", "check_heads", "nothing_of"]
 

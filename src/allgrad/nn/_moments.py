@@ -12,7 +12,7 @@ from allgrad.collectives.all_gather import all_gather
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from allgrad._wire.primitives import GroupLike
+    from allgrad.types import GroupLike
 
 __all__ = ["Moments", "moments_over_ranks"]
 

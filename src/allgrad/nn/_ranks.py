@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from allgrad._wire.primitives import GroupLike
+    from allgrad.types import GroupLike
 
 __all__ = ["Place", "facts_of_all", "feature_sizes", "find_place"]
 

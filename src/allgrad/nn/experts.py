@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._autograd.transforms import apply
 from allgrad.collectives.all_gather import all_gather
 from allgrad.collectives.all_to_all import all_to_all
 from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError, rank_table
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from allgrad._wire.primitives import GroupLike
+    from allgrad.types import GroupLike
 
 __all__ = ["Dispatched", "combine", "dispatch"]
 
@@ -31,9 +33,9 @@ class Dispatched:
     experts: range  # the own experts
     dropped: int  # choices of this rank that found no room
     slots: Tensor  # which of this rank's choices were sent, in the order sent
-    choices: int  # of each token
-    length: int  # tokens of this rank
-    regroup: Tensor | None  # from the order received to the order of experts
+    spread: AdjointPair  # tokens to slots <-> slots to tokens
+    regroup: AdjointPair | None  # the order received <-> the order of experts
+    shape: torch.Size  # of routing
     send_sizes: tuple[int, ...]
     recv_sizes: tuple[int, ...]
     group: GroupLike
@@ -93,21 +95,21 @@ def dispatch(
     by_rank = kept[place.rank].split(list(held))
     send = tuple(int(part.sum()) for part in by_rank)
     receive = tuple(own.sum(1).tolist())
-    choices = routing.shape[1] if routing.dim() == 2 else 1
-    tokens = x.index_select(0, slots // choices if choices > 1 else slots)
+    spread = _spread(slots, len(x), routing[:1].numel() or 1)
+    (tokens,) = apply(spread, [x])
     tokens = all_to_all(tokens, send_sizes=send, recv_sizes=receive, group=group)
-    regroup = _by_expert(own).to(x.device) if min(own.shape) > 1 else None
+    regroup = _regroup(own, x.device) if min(own.shape) > 1 else None
     if regroup is not None:
-        tokens = tokens.index_select(0, regroup)
+        (tokens,) = apply(regroup, [tokens])
     return Dispatched(
         tokens=tokens,
         counts=tuple(own.sum(0).tolist()),
         experts=range(first, first + held[place.rank]),
         dropped=dropped,
         slots=slots,
-        choices=choices,
-        length=len(x),
+        spread=spread,
         regroup=regroup,
+        shape=routing.shape,
         send_sizes=send,
         recv_sizes=receive,
         group=group,
@@ -137,17 +139,56 @@ def combine(y: Tensor, sent: Dispatched, weights: Tensor | None = None) -> Tenso
     if not len(y):  # so that this rank takes part in the backward of dispatch
         y = y + sent.tokens.sum()
     if sent.regroup is not None:
-        y = y.index_select(0, sent.regroup.argsort())
+        (y,) = apply(sent.regroup.adjoint, [y])
     back = all_to_all(y, send_sizes=sent.recv_sizes, recv_sizes=sent.send_sizes, group=sent.group)
     if weights is not None:
-        if weights.numel() != sent.length * sent.choices:
+        if weights.numel() != sent.shape.numel():
             raise PieceMismatch(
-                f"combine: weights are {tuple(weights.shape)}, not {sent.choices} for each of "
-                f"{sent.length} tokens.\nGive them in the shape of routing."
+                f"combine: weights are {tuple(weights.shape)}, routing was {tuple(sent.shape)}.\n"
+                "Give one weight for each choice."
             )
         back = back * weights.reshape(-1, 1).index_select(0, sent.slots)
-    rows = sent.slots // sent.choices if sent.choices > 1 else sent.slots
-    return back.new_zeros(sent.length, back.shape[1]).index_add(0, rows, back)
+    return apply(sent.spread.adjoint, [back])[0]
+
+
+def _spread(slots: Tensor, tokens: int, choices: int) -> AdjointPair:
+    """Each token to its slots <-> the sum of its slots to each token.
+
+    Both look rows up; adding rows by index would take them one after another.
+    """
+    rows = slots // choices if choices > 1 else slots
+    dropped = len(slots) < tokens * choices
+    at = slots.new_zeros(tokens * choices)
+    at[slots] = torch.arange(len(slots), device=slots.device)
+    sent = torch.zeros_like(at, dtype=torch.bool)
+    sent[slots] = True
+
+    def to_slots(xs: Sequence[Tensor]) -> list[Tensor]:
+        return [x.index_select(0, rows) for x in xs]
+
+    def to_tokens(ys: Sequence[Tensor]) -> list[Tensor]:
+        return [sum_of_slots(y) for y in ys]
+
+    def sum_of_slots(y: Tensor) -> Tensor:
+        if not len(y):
+            return y.new_zeros(tokens, *y.shape[1:])
+        found = y.index_select(0, at)
+        if dropped:
+            found = found.masked_fill_(~sent.view(-1, *[1] * (y.dim() - 1)), 0)
+        return found.view(tokens, choices, *y.shape[1:]).sum(1) if choices > 1 else found
+
+    return AdjointPair("dispatch", "combine", to_slots, to_tokens)
+
+
+def _regroup(counts: Tensor, device: torch.device) -> AdjointPair:
+    """Blocks by (rank, expert) of these lengths <-> blocks by (expert, rank)."""
+    there, back = _transposed_blocks(counts).to(device), _transposed_blocks(counts.t()).to(device)
+    return AdjointPair(
+        "dispatch",
+        "combine",
+        lambda xs: [x.index_select(0, there) for x in xs],
+        lambda xs: [x.index_select(0, back) for x in xs],
+    )
 
 
 def _choices(x: Tensor, routing: Tensor) -> Tensor:
@@ -225,8 +266,8 @@ def _first_of_each(counts: Tensor, kept: Tensor) -> Tensor:
     return (within < kept.repeat_interleave(counts)).nonzero().flatten()
 
 
-def _by_expert(counts: Tensor) -> Tensor:
-    """From blocks by (rank, expert) of these lengths to blocks by (expert, rank)."""
+def _transposed_blocks(counts: Tensor) -> Tensor:
+    """Where the rows of blocks that stand by row of ``counts`` are to be found, by column."""
     lengths = counts.flatten()
     starts = (lengths.cumsum(0) - lengths).view(counts.shape).t().flatten()
     lengths = counts.t().flatten()

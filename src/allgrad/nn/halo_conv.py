@@ -14,7 +14,7 @@ from allgrad.nn.halo import halo_exchange, lengths_along
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from allgrad._wire.primitives import GroupLike
+    from allgrad.types import GroupLike
 
 __all__ = ["HaloConv1d", "HaloConv2d", "HaloConv3d"]
 

@@ -12,7 +12,7 @@ from allgrad.nn._moments import moments_over_ranks
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from allgrad._wire.primitives import GroupLike
+    from allgrad.types import GroupLike
 
 __all__ = ["minibatch_stddev"]
 

@@ -14,8 +14,7 @@ from allgrad.errors import InputError
 from allgrad.nn._ranks import feature_sizes, find_place
 
 if TYPE_CHECKING:
-    from allgrad._wire.primitives import GroupLike
-    from allgrad.collectives._inputs import Sizes
+    from allgrad.types import GroupLike, Sizes
 
 __all__ = ["VocabParallelEmbedding"]
 

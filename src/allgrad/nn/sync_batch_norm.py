@@ -12,7 +12,7 @@ from allgrad.errors import TensorError
 from allgrad.nn._moments import Moments, moments_over_ranks
 
 if TYPE_CHECKING:
-    from allgrad._wire.primitives import GroupLike
+    from allgrad.types import GroupLike
 
 __all__ = ["SyncBatchNorm", "convert"]
 
