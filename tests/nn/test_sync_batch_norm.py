@@ -197,10 +197,10 @@ def test_compiled_without_graph_breaks(rank, world):
 def test_forward_mode_and_func(rank, world):
     """A directional derivative in both modes, of the loss of all ranks."""
     ours, _ = both(2, None, track_running_stats=False)
-    x, t = (random((2, 3, 2, 2), seed + rank) for seed in (0, 10))
+    x, t, w = (random((2, 3, 2, 2), seed + rank) for seed in (0, 10, 20))
 
     def value(x):
-        return loss(ours(x), rank)
+        return (w * ours(x).sin()).sum()
 
     _, forward = torch.func.jvp(value, (x,), (t,))
     backward = (torch.func.grad(value)(x) * t).sum()

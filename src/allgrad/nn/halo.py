@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,16 +61,9 @@ def halo_exchange(
             f"halo_exchange: before={before}, after={after}.\nGive whole numbers from 0 up."
         )
     sizes = lengths_along("halo_exchange", x, dim, sizes, group)
-    holders = [rank for rank, size in enumerate(sizes) if size]
-    behind = dict(zip(holders, [*holders[1:], *holders[:1]], strict=True))
-    if not wrap and holders:
-        del behind[holders[-1]]
-    ahead = {b: a for a, b in behind.items()}
-    short = {
-        rank: f"gives {edge}"
-        for rank in holders
-        if sizes[rank] < (edge := max(before * (rank in behind), after * (rank in ahead)))
-    }
+    ahead, behind = _neighbours(sizes, wrap)
+    given = [max(before * (r in behind), after * (r in ahead)) for r in range(place.world)]
+    short = {r: f"gives {n}" for r, n in enumerate(given) if sizes[r] < n}
     if short:
         raise SizesError(
             rank_table(
@@ -82,7 +76,7 @@ def halo_exchange(
     # What goes to a rank is what it puts in front, then what it puts behind: two ranks in a ring
     # are neighbours on both sides.
     me, n = place.rank, x.shape[dim]
-    parts, send, receive = [x.narrow(dim, 0, 0)], [0] * place.world, [0] * place.world
+    parts, send = [x.narrow(dim, 0, 0)], [0] * place.world
     for rank in range(place.world):
         if behind.get(me) == rank:
             parts.append(x.narrow(dim, n - before, before))
@@ -105,6 +99,15 @@ def halo_exchange(
         return joined
     missing = [0, 0] * (x.dim() - 1 - dim) + [before - lengths[0], after - lengths[1]]
     return pad(joined, missing) if any(missing) else joined
+
+
+def _neighbours(sizes: Sequence[int], wrap: bool) -> tuple[dict[int, int], dict[int, int]]:
+    """The rank before each rank that holds something, and the rank after it."""
+    holders = [rank for rank, size in enumerate(sizes) if size]
+    behind = dict(pairwise(holders))
+    if wrap and holders:
+        behind[holders[-1]] = holders[0]
+    return {after: before for before, after in behind.items()}, behind
 
 
 def lengths_along(
