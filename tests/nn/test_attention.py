@@ -5,11 +5,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+import allgrad as ag
 from allgrad.errors import InputError, SizesError
 from allgrad.nn import gathered_attention, ring_attention
 from counting import Counted
 from exactness import leaf, loss, place, random
-from nn.twins import LENGTHS, check_twin, close, derivatives, pieces_of
+from nn.twins import LENGTHS, check_twin, close, derivatives, each, pieces_of
 from places import everywhere, on
 from refusals import raises_everywhere
 
@@ -50,12 +51,12 @@ def attend(group, kind, shares, causal, heads, scale):
 @both
 @everywhere
 def test_exact_everywhere(where, kind):
-    for shares, causal, heads in (
-        ("ragged", True, (4, 2)),
-        ("empty", False, (2, 2)),
-        ("empty", True, (3, 1)),
-    ):
-        on(where, attend, kind, shares, causal, heads, 0.3 if causal else None)
+    cases = [
+        (kind, "ragged", True, (4, 2), 0.3),
+        (kind, "empty", False, (2, 2), None),
+        (kind, "empty", True, (3, 1), None),
+    ]
+    on(where, each, attend, cases)
 
 
 def cross(group, kind):
@@ -127,8 +128,6 @@ def test_forward_mode_and_func(rank, world, kind):
     _, forward = torch.func.jvp(value, (k,), (t,))
     (want,) = derivatives(value(again := leaf(k)), [again])
     close(torch.func.grad(value)(k), want, "the gradient")
-    import allgrad as ag
-
     close(ag.all_reduce(forward), ag.all_reduce((want * t).sum()), "the directional derivative")
 
 

@@ -1,5 +1,7 @@
 """dispatch and combine: a mixture of experts in one process on the joined tokens."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError
 from allgrad.nn import combine, dispatch
 from counting import Counted
 from exactness import place, random
-from nn.twins import LENGTHS, check_twin, pieces_of
+from nn.twins import LENGTHS, check_twin, each, pieces_of
 from places import everywhere, on
 from refusals import raises_everywhere
 
@@ -82,15 +84,13 @@ def moe(group, kind, choices, capacity, held):
 
 @everywhere
 def test_exact_everywhere(where):
-    for kind in LENGTHS:
-        on(where, moe, kind, 2, None, "even")
+    on(where, each, moe, [(kind, 2, None, "even") for kind in LENGTHS])
 
 
-@pytest.mark.parametrize("choices", [1, 2])
-@pytest.mark.parametrize("capacity", [None, 0, 1, 2])
 @pytest.mark.parametrize("held", ["even", "unequal"])
-def test_capacity_and_experts(choices, capacity, held):
-    on("3 ranks", moe, "ragged", choices, capacity, held)
+def test_capacity_and_experts(held):
+    cases = [("ragged", *both, held) for both in product((1, 2), (None, 0, 1, 2))]
+    on("3 ranks", each, moe, cases)
 
 
 @pytest.mark.ranks(3)

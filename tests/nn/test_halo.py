@@ -9,7 +9,7 @@ from allgrad.errors import InputError, PieceMismatch, SizesError
 from allgrad.nn import HaloConv1d, HaloConv2d, HaloConv3d, halo_exchange
 from counting import Counted
 from exactness import leaf, loss, place, random
-from nn.twins import LENGTHS, assign, check_twin, close, derivatives, pieces_of
+from nn.twins import LENGTHS, assign, check_twin, close, derivatives, each, pieces_of
 from places import everywhere, on
 from refusals import raises_everywhere
 
@@ -51,14 +51,14 @@ def exchange(group, kind, edges, wrap, dim):
 
 @everywhere
 def test_halo_everywhere(where):
-    for kind, edges, wrap in (
-        ("equal", (2, 3), True),
-        ("equal", (3, 1), False),
-        ("ragged", (1, 1), True),
-        ("empty", (1, 2), True),
-        ("empty", (2, 0), False),
-    ):
-        on(where, exchange, kind, edges, wrap, 1 if wrap else 2)
+    cases = [
+        ("equal", (2, 3), True, 1),
+        ("equal", (3, 1), False, 2),
+        ("ragged", (1, 1), True, 1),
+        ("empty", (1, 2), True, 1),
+        ("empty", (2, 0), False, 2),
+    ]
+    on(where, each, exchange, cases)
 
 
 @pytest.mark.ranks(3)
@@ -132,8 +132,11 @@ def convolve(group, kind, dims, dim, options):
 
 @everywhere
 def test_conv_everywhere(where):
-    on(where, convolve, "empty", 1, -1, {"kernel_size": 3, "padding": 1})
-    on(where, convolve, "equal", 1, -1, {"kernel_size": 4, "padding": "same"})
+    cases = [
+        ("empty", 1, -1, {"kernel_size": 3, "padding": 1}),
+        ("equal", 1, -1, {"kernel_size": 4, "padding": "same"}),
+    ]
+    on(where, each, convolve, cases)
 
 
 @pytest.mark.parametrize(

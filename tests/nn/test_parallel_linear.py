@@ -1,5 +1,7 @@
 """Linear layers and embeddings split among ranks: the plain layer, and back."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from allgrad.errors import InputError, SizesError
 from allgrad.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from counting import Counted
 from exactness import leaf, loss, place, random
-from nn.twins import LENGTHS, close, derivatives, pieces_of
+from nn.twins import LENGTHS, close, derivatives, each, pieces_of
 from places import everywhere, on
 from refusals import raises_everywhere
 
@@ -60,8 +62,7 @@ def mlp(group, hidden, bias):
 
 @everywhere
 def test_mlp_everywhere(where):
-    for hidden in WIDTHS.values():
-        on(where, mlp, hidden, hidden != 7)
+    on(where, each, mlp, [(hidden, hidden != 7) for hidden in WIDTHS.values()])
 
 
 def tokens(group, kind):
@@ -109,8 +110,7 @@ def tokens(group, kind):
 
 @everywhere
 def test_sequence_parallel_everywhere(where):
-    for kind in LENGTHS:
-        on(where, tokens, kind)
+    on(where, each, tokens, [(kind,) for kind in LENGTHS])
 
 
 @pytest.mark.ranks(3)
@@ -210,9 +210,7 @@ def lookup(group, words, sequence):
 
 @everywhere
 def test_embedding_everywhere(where):
-    for words in WIDTHS.values():
-        for sequence in (False, True):
-            on(where, lookup, words, sequence)
+    on(where, each, lookup, list(product(WIDTHS.values(), (False, True))))
 
 
 @pytest.mark.ranks(3)

@@ -9,7 +9,7 @@ from allgrad.errors import TensorError
 from allgrad.nn import SyncBatchNorm, convert, minibatch_stddev
 from counting import Counted
 from exactness import leaf, loss, place, random
-from nn.twins import LENGTHS, assign, check_twin, close, derivatives, pieces_of
+from nn.twins import LENGTHS, assign, check_twin, close, derivatives, each, pieces_of
 from places import everywhere, on
 
 SHAPES = {1: (0, 3), 2: (0, 3, 2, 2), 3: (0, 2, 1, 2, 3)}
@@ -49,8 +49,7 @@ def normalise(group, kind, dims, options):
 
 @everywhere
 def test_exact_everywhere(where):
-    for kind in LENGTHS:
-        on(where, normalise, kind, 2, {})
+    on(where, each, normalise, [(kind, 2, {}) for kind in LENGTHS])
 
 
 @pytest.mark.parametrize("dims", PLAIN)
@@ -238,5 +237,4 @@ def stddev(group, kind, channels):
 
 @everywhere
 def test_minibatch_stddev_everywhere(where):
-    for kind in LENGTHS:
-        on(where, stddev, kind, 2 if kind == "ragged" else 1)
+    on(where, each, stddev, [(kind, 2 if kind == "ragged" else 1) for kind in LENGTHS])

@@ -82,6 +82,12 @@ def check_twin(run, whole, inputs, parameters=(), *, group=None, orders=2):
         close(ag.all_reduce(got, group=group), want, "the second derivative of a parameter")
 
 
+def each(group, body, cases):
+    """All cases in one world: starting one takes longer than most of them."""
+    for case in cases:
+        body(group, *case)
+
+
 def assign(module, names, values):
     """Call the module with these tensors as parameters."""
     return lambda *args, **options: torch.func.functional_call(

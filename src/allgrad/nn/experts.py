@@ -157,11 +157,10 @@ def _spread(slots: Tensor, tokens: int, choices: int) -> AdjointPair:
     Both look rows up; adding rows by index would take them one after another.
     """
     rows = slots // choices if choices > 1 else slots
-    dropped = len(slots) < tokens * choices
+    dropped = len(slots) < tokens * choices  # or routed nowhere
     at = slots.new_zeros(tokens * choices)
     at[slots] = torch.arange(len(slots), device=slots.device)
-    sent = torch.zeros_like(at, dtype=torch.bool)
-    sent[slots] = True
+    unsent = torch.ones_like(at, dtype=torch.bool).index_fill(0, slots, False) if dropped else None
 
     def to_slots(xs: Sequence[Tensor]) -> list[Tensor]:
         return [x.index_select(0, rows) for x in xs]
@@ -173,8 +172,8 @@ def _spread(slots: Tensor, tokens: int, choices: int) -> AdjointPair:
         if not len(y):
             return y.new_zeros(tokens, *y.shape[1:])
         found = y.index_select(0, at)
-        if dropped:
-            found = found.masked_fill_(~sent.view(-1, *[1] * (y.dim() - 1)), 0)
+        if unsent is not None:
+            found = found.masked_fill_(unsent.view(-1, *[1] * (y.dim() - 1)), 0)
         return found.view(tokens, choices, *y.shape[1:]).sum(1) if choices > 1 else found
 
     return AdjointPair("dispatch", "combine", to_slots, to_tokens)
