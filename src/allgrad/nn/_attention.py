@@ -1,0 +1,252 @@
+"""Attention on one rank: whole, or with one block of keys and its log-sum-exp.
+
+Both are differentiable to any order, and keep no matrix of scores for backward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from allgrad._autograd.transforms import is_plain_autograd
+from allgrad.errors import InputError, PieceMismatch, SizesError, rank_table
+from allgrad.nn._ranks import facts_of_all, find_place
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from allgrad.types import GroupLike
+
+__all__ = ["attend_all", "attend_block", "check_heads", "nothing_of"]
+
+
+class _Options(NamedTuple):
+    mask: Tensor | None
+    causal: bool
+    scale: float | None
+
+
+def attend_all(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention by torch's fastest kernel, whose first derivative is the kernel's own.
+
+    The kernels have no second derivative, and none in torch.func: there the plain formula is used.
+    """
+    if not (q.shape[-2] and k.shape[-2]):
+        return q.new_zeros(*q.shape[:-1], v.shape[-1]) + nothing_of(q, k, v)
+    options = _Options(mask, causal, scale)
+    if not is_plain_autograd():
+        return _by_formula(q, k, v, options)
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
+        return _by_kernel(q, k, v, options)
+    result: Tensor = _Kernel.apply(options, q, k, v)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _by_kernel(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
+    return scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        options.mask,
+        is_causal=options.causal,
+        scale=options.scale,
+        enable_gqa=q.dim() > 2 and q.shape[-3] != k.shape[-3],
+    )
+
+
+def _by_formula(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return _by_kernel(q, k, v, options)
+
+
+def nothing_of(*xs: Tensor) -> Tensor:
+    """Zero, linked to the tensors: a rank that needs none of them takes part in their backward."""
+    return torch.stack([x.flatten()[:0].sum() for x in xs]).sum()
+
+
+class _Kernel(torch.autograd.Function):
+    """The kernel with a graph of its own, which backward runs unless it must be differentiated.
+
+    Where it must be, the plain formula stands in: kernels have no second derivative.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, options: _Options, *inputs: Tensor) -> Tensor:
+        ctx.options, ctx.inner = options, _inner_graph(inputs, options)
+        ctx.save_for_backward(*inputs)
+        result: Tensor = ctx.inner[0]
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            y = _by_formula(inputs[0], inputs[1], inputs[2], ctx.options)
+            return None, *_gradients(y, inputs, gradient, graph=True)
+        # Kept, the inner graph would outlive the rest of the graph: a second backward makes it anew.
+        inner, ctx.inner = ctx.inner, None
+        y, leaves = inner or _inner_graph(inputs, ctx.options)
+        return None, *_gradients(y, leaves, gradient, graph=False)
+
+
+def _inner_graph(inputs: Sequence[Tensor], options: _Options) -> tuple[Tensor, list[Tensor]]:
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        return _by_kernel(leaves[0], leaves[1], leaves[2], options), leaves
+
+
+def _gradients(
+    y: Tensor, xs: Sequence[Tensor], gradient: Tensor, *, graph: bool
+) -> list[Tensor | None]:
+    wanted = [x for x in xs if x.requires_grad]
+    found = iter(torch.autograd.grad(y, wanted, gradient, create_graph=graph))
+    return [next(found) if x.requires_grad else None for x in xs]
+
+
+def attend_block(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention with one block of keys, and the log-sum-exp of each query's scores.
+
+    ``mask`` is True where a query sees a key. At least one key is seen by each query.
+    """
+    if is_plain_autograd():
+        out, lse = _Block.apply(q, k, v, scale, mask)  # type: ignore[no-untyped-call]
+        return out, lse
+    scores = _scores(q, k, scale, mask)
+    lse = scores.logsumexp(-1)
+    return (scores - lse.unsqueeze(-1)).exp() @ v.to(scores.dtype), lse
+
+
+class _Block(torch.autograd.Function):
+    """Backward computes the scores again. It is made of torch ops on what was saved, inputs and
+    outputs, so autograd differentiates it in turn.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, scale, mask = args
+        scores = _scores(q, k, scale, mask)
+        lse = scores.logsumexp(-1)
+        out = scores.sub_(lse.unsqueeze(-1)).exp_() @ v.to(scores.dtype)
+        ctx.scale, ctx.mask = scale, mask
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        weights = (_scores(q, k, ctx.scale, ctx.mask) - lse.unsqueeze(-1)).exp()
+        d_v = weights.mT @ d_out
+        along = d_lse - (d_out * out).sum(-1)
+        d_scores = weights * (d_out @ v.to(out.dtype).mT + along.unsqueeze(-1)) * ctx.scale
+        d_q = (d_scores @ k.to(out.dtype)).to(q.dtype)
+        d_k = (d_scores.mT @ q.to(out.dtype)).to(k.dtype)
+        return d_q, d_k, d_v.to(v.dtype), None, None
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q @ k.mT).to(wide) * scale
+    return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+
+
+class _Shape(NamedTuple):
+    """What one rank tells of its queries, keys and values."""
+
+    q_heads: int
+    q_length: int
+    q_width: int
+    k_heads: int
+    k_length: int
+    k_width: int
+    v_heads: int
+    v_length: int
+    dims: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> _Shape:
+        sides = [(1, 1, 1, *x.shape)[-3:] for x in (q, k, v)]
+        same = q.dim() == k.dim() == v.dim() and q.dim() >= 2
+        return cls._make([*sides[0], *sides[1], *sides[2][:2], q.dim() if same else 0])
+
+    def __str__(self) -> str:
+        return (
+            f"q {self.q_heads} x {self.q_length} x {self.q_width}, "
+            f"k {self.k_heads} x {self.k_length} x {self.k_width}, v {self.v_heads} x {self.v_length}"
+        )
+
+    def problem(self, causal: bool) -> str | None:
+        if not self.dims:
+            return "not of one number of dimensions, 2 or more"
+        if self.k_heads != self.v_heads or not self.k_heads or self.q_heads % self.k_heads:
+            return f"{self.q_heads} heads of q do not divide by {self.k_heads} of k, {self.v_heads} of v"
+        if self.k_length != self.v_length:
+            return "k and v differ in length"
+        if self.q_width != self.k_width:
+            return "q and k differ in width"
+        if causal and self.q_length != self.k_length:
+            return "causal, but q and k differ in length"
+        return None
+
+
+def check_heads(
+    call: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    sizes: Sequence[int] | None,
+    group: GroupLike,
+) -> tuple[int, ...]:
+    """Check the shapes, and give the number of keys on each rank.
+
+    Without ``sizes`` the ranks tell each other their shapes, and one rank's mistake raises on all.
+    """
+    own, place = _Shape.of(q, k, v), find_place(call, group)
+    told = [own]
+    if sizes is None:
+        told = [_Shape._make(row) for row in facts_of_all(call, own, q, group)]
+    elif len(sizes) != place.world or sizes[place.rank] != own.k_length:
+        raise SizesError(
+            f"{call}: sizes={list(sizes)} do not fit rank {place.rank} of {place.world}, which holds "
+            f"{own.k_length} keys.\nGive how many keys each rank holds, in rank order."
+        )
+    marks = {rank: p for rank, one in enumerate(told) if (p := one.problem(causal)) is not None}
+    rows = [str(one) for one in told] if sizes is None else [str(own)] * place.world
+    if marks:
+        marks = marks if sizes is None else {place.rank: marks[0]}
+        raise InputError(
+            rank_table(
+                f"{call}: q, k and v are (..., heads, length, width), and k's heads divide q's.",
+                rows,
+                marks,
+                "Give as many heads of k as of v, a divisor of q's, and one width of q and k.",
+            )
+        )
+    kinds = [(one.q_heads, one.q_width, one.k_heads, one.dims) for one in told]
+    usual = max(kinds, key=kinds.count)
+    odd = {rank: "differs" for rank, kind in enumerate(kinds) if kind != usual}
+    if odd:
+        raise PieceMismatch(
+            rank_table(
+                f"{call}: pieces may differ in length only.",
+                rows,
+                odd,
+                "Give every rank the same heads and widths.",
+            )
+        )
+    return tuple(one.k_length for one in told) if sizes is None else tuple(sizes)

@@ -1,0 +1,61 @@
+"""What layers ask about the ranks of a group: their number, their facts, their shares of features."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from allgrad._wire.primitives import resolve
+from allgrad.collectives.all_gather import all_gather
+from allgrad.errors import ModeError, SizesError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from allgrad.types import GroupLike
+
+__all__ = ["Place", "facts_of_all", "feature_sizes", "find_place"]
+
+
+class Place(NamedTuple):
+    """The rank of this process in the group, and the number of its ranks."""
+
+    rank: int
+    world: int
+
+
+def find_place(call: str, group: GroupLike) -> Place:
+    """Resolve the group; an unknown one raises here."""
+    found = resolve(call, group)
+    return Place(found.rank, found.size)
+
+
+def facts_of_all(
+    call: str, facts: Sequence[int], x: Tensor, group: GroupLike
+) -> list[tuple[int, ...]]:
+    """Give every rank the facts of all, in one small message. ``x`` names the device."""
+    if find_place(call, group).world == 1:
+        return [tuple(facts)]
+    if torch.compiler.is_compiling():
+        raise ModeError(
+            f"{call}: under torch.compile the ranks cannot tell each other their sizes.\n"
+            "Give sizes=, what each rank holds."
+        )
+    row = torch.tensor([list(facts)], dtype=torch.int64, device=x.device)
+    rows = all_gather(row, sizes="equal", group=group, grad="none").tolist()
+    return [tuple(found) for found in rows]
+
+
+def feature_sizes(
+    call: str, what: str, features: int, world: int, *, ragged: bool
+) -> tuple[int, ...]:
+    """How many features each rank holds. All ranks know the same numbers, so all of them raise."""
+    if features % world and not ragged:
+        raise SizesError(
+            f"{call}: {what}={features} does not divide by {world} ranks.\n"
+            "Choose another number, or ask for unequal pieces with ragged=True."
+        )
+    return tuple((features + world - 1 - rank) // world for rank in range(world))

@@ -1,0 +1,52 @@
+"""The spread of the samples of all ranks, as one more channel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from allgrad.errors import InputError, TensorError
+from allgrad.nn._moments import moments_over_ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from allgrad.types import GroupLike
+
+__all__ = ["minibatch_stddev"]
+
+
+def minibatch_stddev(
+    x: Tensor, *, channels: int = 1, eps: float = 1e-8, group: GroupLike = None
+) -> Tensor:
+    """Append to each sample how much the samples of all ranks differ.
+
+        rank 0   [ a a ]              [ a+s a+s ]
+        rank 1   [ b ]       --->     [ b+s ]            s: spread of aabccc
+        rank 2   [ c c c ]            [ c+s c+s c+s ]
+
+    ``s`` is the standard deviation of each feature over the joined batch, sqrt(variance + eps),
+    averaged over all features; with ``channels=n`` over each of n equal parts of the channels,
+    which gives n more channels. Samples are (N, C, ...), any N on each rank.
+
+    Gradient: exact to any order. Each rank's samples get ``s`` appended, hence ``grad="sum"``.
+
+    Cost: one message of two numbers for each feature, from each rank to each, both ways.
+    """
+    if x.dim() < 2 or not x.is_floating_point():
+        raise TensorError(
+            f"minibatch_stddev: x is {tuple(x.shape)} {x.dtype}, not (N, C, ...) of floating-point "
+            "numbers.\nGive samples first, then the channels."
+        )
+    if channels < 1 or x.shape[1] % channels:
+        raise InputError(
+            f"minibatch_stddev: {x.shape[1]} channels do not divide by channels={channels}.\n"
+            "Give a number that divides them."
+        )
+    found = moments_over_ranks(x, [0], group)
+    spread = (found.squares / found.number.clamp(min=1) + eps).sqrt()
+    parts = spread.view(1, channels, -1).mean(2)
+    shape = (x.shape[0], channels, *x.shape[2:])
+    more = parts.view(1, channels, *[1] * (x.dim() - 2)).expand(shape)
+    return torch.cat([x, more.to(x.dtype)], 1)

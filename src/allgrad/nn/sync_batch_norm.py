@@ -1,0 +1,132 @@
+"""Batch norm over the samples of all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import batch_norm
+
+from allgrad.errors import TensorError
+from allgrad.nn._moments import Moments, moments_over_ranks
+
+if TYPE_CHECKING:
+    from allgrad.types import GroupLike
+
+__all__ = ["SyncBatchNorm", "convert"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class SyncBatchNorm(nn.BatchNorm1d):
+    """Normalise each channel by the mean and variance over the samples of all ranks.
+
+        rank 0   [ a a ]                            normalised [ a a ]
+        rank 1   [ b ]       mean, variance --->    normalised [ b ]
+        rank 2   [ c c c ]   of aabccc              normalised [ c c c ]
+
+    The twin of ``BatchNorm1d``, ``2d`` and ``3d`` on the joined batch: inputs are (N, C, ...) with
+    any N on each rank, also none, and parameters, buffers and state_dict are theirs. Running
+    statistics follow the joined batch, and are the same on every rank. In eval mode nothing is
+    sent: each rank normalises by its own running statistics.
+
+    Gradient: exact to any order, so that gradient penalties work. Each rank normalises its own
+    samples by the statistics, hence ``grad="sum"``: a sample's gradient includes what it did to
+    the samples of every rank.
+
+        rank 0   A + via statistics                 [ A A ]
+        rank 1   B + via statistics    <---         [ B ]
+        rank 2   C + via statistics                 [ C C C ]
+
+    A batch without any sample leaves the running statistics as they are, one of a single value
+    leaves the running variance, which is undefined then.
+
+    Cost: one message of 2 C + 1 numbers from each rank to each, forward and backward.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        group: GroupLike = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise this rank's samples."""
+        if x.dim() < 2 or x.shape[1] != self.num_features or not x.is_floating_point():
+            raise TensorError(
+                f"SyncBatchNorm: x is {tuple(x.shape)} {x.dtype}, not (N, {self.num_features}, ...) "
+                "of floating-point numbers.\nGive samples first, then the channels."
+            )
+        if not self.training:
+            local = self.running_mean is None
+            return batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, local, 0.0, self.eps
+            )
+        found = moments_over_ranks(x, [d for d in range(x.dim()) if d != 1], self.group)
+        if self.track_running_stats:
+            self._track(found)
+        scale = (found.squares / found.number.clamp(min=1) + self.eps).rsqrt()
+        if self.weight is not None:
+            scale = scale * self.weight.view(scale.shape)
+        offset = (found.centre - found.mean) * scale
+        if self.bias is not None:
+            offset = offset + self.bias.view(scale.shape)
+        return torch.addcmul(offset, found.centred, scale).to(x.dtype)
+
+    @torch.no_grad()
+    def _track(self, found: Moments) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        mean, squares = found.mean.detach().flatten(), found.squares.detach().flatten()
+        self.num_batches_tracked.add_(1)
+        if self.momentum is None:
+            part = self.num_batches_tracked.to(mean.dtype).reciprocal()
+        else:
+            part = mean.new_full((), self.momentum)
+        variance = squares / (found.number - 1).clamp(min=1)
+        for running, new, least in ((self.running_mean, mean, 1), (self.running_var, variance, 2)):
+            running.lerp_(new.to(running.dtype), (part * (found.number >= least)).to(running.dtype))
+
+
+def convert(module: M, group: GroupLike = None) -> M | SyncBatchNorm:
+    """Replace every batch norm of torch inside ``module`` by a ``SyncBatchNorm`` over ``group``.
+
+    Parameters and buffers are taken over, not copied. The module itself is changed, and returned;
+    where it is a batch norm, its replacement is.
+    """
+    if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm):
+        return _converted(module, group)
+    for name, child in module.named_children():
+        setattr(module, name, convert(child, group))
+    return module
+
+
+def _converted(
+    plain: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm, group: GroupLike
+) -> SyncBatchNorm:
+    made = SyncBatchNorm(
+        plain.num_features,
+        plain.eps,
+        plain.momentum,
+        plain.affine,
+        plain.track_running_stats,
+        group=group,
+        device="meta",
+    )
+    made.weight, made.bias = plain.weight, plain.bias
+    made.running_mean, made.running_var = plain.running_mean, plain.running_var
+    made.num_batches_tracked = plain.num_batches_tracked
+    return made.train(plain.training)

@@ -1,0 +1,179 @@
+"""Attention over a split sequence: torch's attention on the joined one."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import allgrad as ag
+from allgrad.errors import InputError, SizesError
+from allgrad.nn import gathered_attention, ring_attention
+from counting import Counted
+from exactness import leaf, loss, place, random
+from nn.twins import LENGTHS, check_twin, close, derivatives, each, pieces_of
+from places import everywhere, on
+from refusals import raises_everywhere
+
+KINDS = {"ring": ring_attention, "gathered": gathered_attention}
+both = pytest.mark.parametrize("kind", KINDS)
+
+
+def attention(q, k, v, *, causal, scale=None):
+    with sdpa_kernel(SDPBackend.MATH):
+        return scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=q.dim() > 2
+        )
+
+
+def attend(group, kind, shares, causal, heads, scale):
+    _, world = place(group)
+    lengths = LENGTHS[shares][:world]
+    q_heads, k_heads = heads
+    inputs = list(
+        zip(
+            pieces_of(world, shares, (2, q_heads, 0, 4), 2, 1),
+            pieces_of(world, shares, (2, k_heads, 0, 4), 2, 2),
+            pieces_of(world, shares, (2, k_heads, 0, 3), 2, 3),
+            strict=True,
+        )
+    )
+
+    def run(xs, _):
+        return KINDS[kind](*xs, causal=causal, scale=scale, group=group)
+
+    def whole(everyone, _):
+        q, k, v = (torch.cat(parts, 2) for parts in zip(*everyone, strict=True))
+        return attention(q, k, v, causal=causal, scale=scale).split(lengths, 2)
+
+    check_twin(run, whole, inputs, group=group)
+
+
+@both
+@everywhere
+def test_exact_everywhere(where, kind):
+    cases = [
+        (kind, "ragged", True, (4, 2), 0.3),
+        (kind, "empty", False, (2, 2), None),
+        (kind, "empty", True, (3, 1), None),
+    ]
+    on(where, each, attend, cases)
+
+
+def cross(group, kind):
+    """Queries and keys of different lengths: a rank may have one without the other."""
+    _, world = place(group)
+    q = [random((2, (3, 0, 2)[r], 4), r) for r in range(world)]
+    k = [random((2, (0, 2, 3)[r], 4), 10 + r) for r in range(world)]
+    v = [random((2, (0, 2, 3)[r], 4), 20 + r) for r in range(world)]
+
+    def whole(everyone, _):
+        q, k, v = (torch.cat(parts, 1) for parts in zip(*everyone, strict=True))
+        return attention(q, k, v, causal=False).split([3, 0, 2][:world], 1)
+
+    inputs = list(zip(q, k, v, strict=True))
+    check_twin(lambda xs, _: KINDS[kind](*xs, group=group), whole, inputs, group=group)
+
+
+@both
+def test_queries_and_keys_of_other_lengths(kind):
+    on("3 ranks", cross, kind)
+
+
+@both
+@pytest.mark.ranks(3)
+def test_no_keys_give_zeros(rank, world, kind):
+    q = leaf(random((2, rank, 4), rank))
+    k = torch.zeros(2, 0, 4, dtype=torch.float64)
+    y = KINDS[kind](q, k, k)
+    close(y, torch.zeros_like(q), "the output")
+    y.sum().backward()
+
+
+@both
+@pytest.mark.ranks(3)
+def test_messages(rank, world, kind):
+    q, k, v = (leaf(random((2, LENGTHS["ragged"][rank], 4), seed + rank)) for seed in (0, 10, 20))
+    sizes = LENGTHS["ragged"][:world]
+    with Counted() as calls:
+        KINDS[kind](q, k, v, causal=True, sizes=sizes).sum().backward()
+    # The two shifts there and back are made beside the program.
+    assert calls == (["all_gather", "reduce_scatter"] if kind == "gathered" else ["all_to_all"] * 4)
+
+
+@pytest.mark.ranks(3)
+def test_ring_keeps_no_scores(rank, world):
+    """What is saved for backward grows with the length, not with its square."""
+    saved = []
+
+    def keep(x):
+        saved.append(x.numel())
+        return x
+
+    q, k, v = (leaf(random((1, 64, 2), seed + rank)) for seed in (0, 10, 20))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        ring_attention(q, k, v, sizes=[64] * world)
+    assert max(saved) <= 64 * 2
+
+
+@both
+@pytest.mark.ranks(2)
+def test_forward_mode_and_func(rank, world, kind):
+    q, k, v = (random((2, 2 + rank, 3), seed + rank) for seed in (0, 10, 20))
+    t = random(k.shape, 30 + rank)
+    sizes = [2, 3]
+
+    def value(k):
+        return loss(KINDS[kind](q, k, v, causal=True, sizes=sizes), rank)
+
+    _, forward = torch.func.jvp(value, (k,), (t,))
+    (want,) = derivatives(value(again := leaf(k)), [again])
+    close(torch.func.grad(value)(k), want, "the gradient")
+    close(ag.all_reduce(forward), ag.all_reduce((want * t).sum()), "the directional derivative")
+
+
+@both
+def test_backward_twice_over_one_graph(kind):
+    q, k, v = (leaf(random((2, 4, 8), seed)) for seed in range(3))
+    value = loss(KINDS[kind](q, k, v), 0)
+    first = torch.autograd.grad(value, [q, k, v], retain_graph=True)
+    second = torch.autograd.grad(value, [q, k, v])
+    assert all(map(torch.equal, first, second))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(value, [q, k, v])
+
+
+@both
+@pytest.mark.ranks(2)
+def test_half_precision(rank, world, kind):
+    q, k, v = (random((2, 8, 16), seed + rank) for seed in (0, 10, 20))
+    want = KINDS[kind](q, k, v, causal=True)
+    got = KINDS[kind](q.bfloat16(), k.bfloat16(), v.bfloat16(), causal=True)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), want, rtol=0.05, atol=0.05)
+
+
+@both
+@pytest.mark.ranks(3)
+def test_heads_that_do_not_fit(rank, world, kind):
+    q, k = torch.zeros(4, 2, 3), torch.zeros(4, 2, 3)
+    bad = torch.zeros(3, 2, 3)
+    name = f"{kind}_attention"
+    for wrong, says in (
+        ((q, bad, bad), "4 heads of q do not divide by 3 of k"),
+        ((q, k, bad), "4 of k, 3 of v"),
+        ((q, k, k[:, :1]), "k and v differ in length"),
+        ((q[..., :2], k, k), "q and k differ in width"),
+        ((q[:, :1], k, k), "causal, but q and k differ in length"),
+        ((q[0], k, k), "not of one number of dimensions"),
+    ):
+        given = wrong if rank == 1 else (q, k, k)
+        raises_everywhere(
+            InputError,
+            lambda given=given: KINDS[kind](*given, causal=True),
+            name,
+            "rank 1",
+            says,
+        )
+    odd = (q[:2], k[:2], k[:2]) if rank == 2 else (q, k, k)
+    raises_everywhere(InputError, lambda: KINDS[kind](*odd), name, "<- differs")
+    raises_everywhere(SizesError, lambda: KINDS[kind](q, k, k, sizes=[1, 1, 1]), "2 keys")

@@ -1,0 +1,159 @@
+"""dispatch and combine: a mixture of experts in one process on the joined tokens."""
+
+from itertools import product
+
+import pytest
+import torch
+
+import allgrad as ag
+from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError
+from allgrad.nn import combine, dispatch
+from counting import Counted
+from exactness import place, random
+from nn.twins import LENGTHS, check_twin, each, pieces_of
+from places import everywhere, on
+from refusals import raises_everywhere
+
+WIDTH = 3
+
+
+def routing_of(tokens, experts, choices, seed=0):
+    """Experts of each token, and -1 for none now and then."""
+    made = torch.Generator().manual_seed(seed)
+    return torch.randint(-1, experts, (tokens, choices), generator=made)
+
+
+def with_room(routing, capacity):
+    """Which choices an expert takes, in order."""
+    taken, kept = {}, []
+    for expert in routing.flatten().tolist():
+        taken[expert] = taken.get(expert, 0) + 1
+        kept.append(expert >= 0 and (capacity is None or taken[expert] <= capacity))
+    return torch.tensor(kept, dtype=torch.bool).view(routing.shape)
+
+
+def mixture(x, gates, weights, routing, capacity):
+    """In one process: every expert sees every token, and what was not chosen counts nothing."""
+    outputs = torch.stack([(x @ w).tanh() for w in weights], 1)
+    kept = with_room(routing, capacity)
+    out = x.new_zeros(len(x), outputs.shape[2])
+    for choice in range(routing.shape[1]):
+        picked = outputs[torch.arange(len(x)), routing[:, choice].clamp(min=0)]
+        out = out + picked * (gates[:, choice] * kept[:, choice]).unsqueeze(1)
+    return out
+
+
+def moe(group, kind, choices, capacity, held):
+    rank, world = place(group)
+    lengths = LENGTHS[kind][:world]
+    held = [2] * world if held == "even" else [(1, 0, 3, 1)[r] for r in range(world)]
+    number = sum(held)
+    experts = number if held == [2] * world else held
+    routing = routing_of(sum(lengths), number, choices)
+    if choices == 1:
+        routing_mine = routing.split(lengths)[rank].flatten()
+    else:
+        routing_mine = routing.split(lengths)[rank]
+    inputs = list(
+        zip(
+            pieces_of(world, kind, (0, WIDTH), 0),
+            pieces_of(world, kind, (0, choices), 0, seed=1),
+            strict=True,
+        )
+    )
+    weights = [random((WIDTH, WIDTH + 1), 70 + e) for e in range(number)]
+
+    def run(xs, ps):
+        x, gates = xs
+        sent = dispatch(x, routing_mine, experts=experts, capacity=capacity, group=group)
+        assert len(sent.experts) == held[rank] == len(sent.counts)
+        parts = sent.tokens.split(sent.counts)
+        made = [(t @ ps[e]).tanh() for t, e in zip(parts, sent.experts, strict=True)]
+        y = torch.cat(made) if made else x.new_zeros(0, WIDTH + 1)
+        kept = with_room(routing, capacity)
+        chosen = (routing >= 0) & ~kept
+        assert sent.dropped == chosen.split(lengths)[rank].sum()
+        return combine(y, sent, gates if choices > 1 else gates.flatten())
+
+    def whole(everyone, ps):
+        x, gates = (torch.cat(parts) for parts in zip(*everyone, strict=True))
+        return mixture(x, gates, ps, routing, capacity).split(lengths)
+
+    check_twin(run, whole, inputs, weights, group=group)
+
+
+@everywhere
+def test_exact_everywhere(where):
+    on(where, each, moe, [(kind, 2, None, "even") for kind in LENGTHS])
+
+
+@pytest.mark.parametrize("held", ["even", "unequal"])
+def test_capacity_and_experts(held):
+    cases = [("ragged", *both, held) for both in product((1, 2), (None, 0, 1, 2))]
+    on("3 ranks", each, moe, cases)
+
+
+@pytest.mark.ranks(3)
+def test_tokens_are_in_order_of_expert_rank_and_place(rank, world):
+    x = torch.tensor([[10.0 * rank], [10.0 * rank + 1]])
+    sent = dispatch(x, torch.tensor([rank, 5 - rank]), experts=6)
+    assert sent.experts == range(2 * rank, 2 * rank + 2)
+    by_expert = {0: [0], 1: [10], 2: [20], 3: [21], 4: [11], 5: [1]}
+    assert sent.tokens.flatten().tolist() == [v for e in sent.experts for v in by_expert[e]]
+    assert combine(2 * sent.tokens, sent).tolist() == (2 * x).tolist()
+
+
+@pytest.mark.ranks(3)
+def test_messages(rank, world):
+    x = random((4, WIDTH), rank).requires_grad_()
+    with Counted() as calls:
+        sent = dispatch(x, torch.tensor([0, 1, 2, 0]), experts=3)
+        combine(sent.tokens, sent).sum().backward()
+    assert calls == ["all_gather", *["all_to_all"] * 4]
+
+
+@pytest.mark.ranks(3)
+def test_expert_that_nobody_has(rank, world):
+    x = torch.zeros(2, WIDTH)
+    for wrong in (3, -2):
+        routing = torch.tensor([0, wrong if rank == 1 else 1])
+        raises_everywhere(
+            InputError,
+            lambda routing=routing: dispatch(x, routing, experts=3),
+            "experts 0 to 2",
+            "rank 1",
+            "<- unknown",
+        )
+
+
+@pytest.mark.ranks(3)
+def test_routing_that_does_not_fit(rank, world):
+    x = torch.zeros(2, WIDTH)
+    good = torch.zeros(2, dtype=torch.int64)
+    for wrong in (good[:1], good.float(), good.view(1, 2), good.view(2, 1, 1)):
+        routing = wrong if rank == 2 else good
+        raises_everywhere(
+            TensorError, lambda r=routing: dispatch(x, r, experts=3), "dispatch", "<- do not fit"
+        )
+
+
+@pytest.mark.ranks(3)
+def test_no_room(rank, world):
+    x, routing = torch.zeros(2, WIDTH), torch.tensor([1, 1])
+    raises_everywhere(
+        InputError,
+        lambda: dispatch(x, routing, experts=3, capacity=5, drop=False),
+        "experts [1] have room for 5",
+        "sends them [2]",
+    )
+    assert dispatch(x, routing, experts=3, capacity=6, drop=False).dropped == 0
+
+
+@pytest.mark.ranks(3)
+def test_numbers_of_experts(rank, world):
+    x, routing = torch.zeros(2, WIDTH), torch.tensor([1, 1])
+    raises_everywhere(SizesError, lambda: dispatch(x, routing, experts=4), "experts=4", "3 ranks")
+    raises_everywhere(SizesError, lambda: dispatch(x, routing, experts=[1, 2]), "group of 3")
+    sent = dispatch(x, routing, experts=3)
+    raises_everywhere(PieceMismatch, lambda: combine(torch.zeros(9, 1), sent), "(9, 1)")
+    assert ag.all_reduce(torch.ones(1)).item() == world

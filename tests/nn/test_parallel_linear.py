@@ -1,0 +1,236 @@
+"""Linear layers and embeddings split among ranks: the plain layer, and back."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+import allgrad as ag
+from allgrad.errors import InputError, SizesError
+from allgrad.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from counting import Counted
+from exactness import leaf, loss, place, random
+from nn.twins import LENGTHS, close, derivatives, each, pieces_of
+from places import everywhere, on
+from refusals import raises_everywhere
+
+WIDTHS = {"divides": 12, "ragged": 7, "empty": 2}
+
+
+def plain_mlp(hidden):
+    torch.manual_seed(5)
+    return nn.Linear(4, hidden).double(), nn.Linear(hidden, 3).double()
+
+
+def own(whole, dim, sizes, rank):
+    return whole.split(list(sizes), dim)[rank]
+
+
+def mlp(group, hidden, bias):
+    """The same loss on every rank: it counts once."""
+    rank, _ = place(group)
+    one, two = plain_mlp(hidden)
+    if not bias:
+        one.bias = two.bias = None
+    first = ColumnParallelLinear.from_plain(one, ragged=True, group=group)
+    second = RowParallelLinear.from_plain(two, ragged=True, group=group)
+    x, z = leaf(random((2, 5, 4), 1)), leaf(random((2, 5, 4), 1))
+    wanted, y = two(one(x).tanh()), second(first(z).tanh())
+    close(y, wanted, "the output")
+
+    whole = [x, one.weight, two.weight, *([one.bias, two.bias] if bias else [])]
+    pieces = [z, first.weight, second.weight, *([first.bias, second.bias] if bias else [])]
+    dims = [None, 0, 1, 0, None][: len(whole)]
+
+    def check(got, want, what):
+        for g, w, dim in zip(got, want, dims, strict=True):
+            close(g, w if dim is None else own(w, dim, first.sizes, rank), what)
+
+    want = derivatives(loss(wanted, 0), whole, graph=True)
+    got = derivatives(loss(y, 0), pieces, graph=True)
+    check(got, want, "the gradient")
+    # A second loss must be the same on every rank as well: pieces are joined first.
+    joined = [
+        g if dim is None else ag.all_gather(g, dim, sizes=first.sizes, group=group, grad="same")
+        for g, dim in zip(got, dims, strict=True)
+    ]
+    want = derivatives(sum(loss(g, 50) for g in want), whole)
+    got = derivatives(sum(loss(g, 50) for g in joined), pieces)
+    check(got, want, "the second derivative")
+
+
+@everywhere
+def test_mlp_everywhere(where):
+    on(where, each, mlp, [(hidden, hidden != 7) for hidden in WIDTHS.values()])
+
+
+def tokens(group, kind):
+    """Sequence parallel: tokens are split outside, features inside; the losses differ by rank."""
+    rank, world = place(group)
+    sizes = LENGTHS[kind][:world]
+    one, two = plain_mlp(7)
+    options = {"sequence_dim": 1, "ragged": True, "group": group}
+    first = ColumnParallelLinear.from_plain(one, **options)
+    second = RowParallelLinear.from_plain(two, **options)
+    everyone = [leaf(x) for x in pieces_of(world, kind, (2, 0, 4), 1)]
+    z = leaf(everyone[rank])
+    wanted = two(one(torch.cat(everyone, 1)).tanh()).split(sizes, 1)
+    y = second(first(z).tanh(), sizes=sizes)
+    close(y, wanted[rank], "the output")
+
+    whole = [*everyone, one.weight, one.bias, two.weight, two.bias]
+    pieces = [z, first.weight, first.bias, second.weight, second.bias]
+
+    def parts(found):
+        """What each rank has of the derivatives."""
+        *xs, w1, b1, w2, b2 = found
+        return [
+            [
+                x,
+                own(w1, 0, first.sizes, r),
+                own(b1, 0, first.sizes, r),
+                own(w2, 1, first.sizes, r),
+                b2,
+            ]
+            for r, x in enumerate(xs)
+        ]
+
+    want = derivatives(sum(loss(w, r) for r, w in enumerate(wanted)), whole, graph=True)
+    got = derivatives(loss(y, rank), pieces, graph=True)
+    for g, w in zip(got, parts(want)[rank], strict=True):
+        close(g, w, "the gradient")
+    again = sum(loss(g, 50 + r) for r, one in enumerate(parts(want)) for g in one)
+    # The bias's gradient is one value that all ranks hold: share it with losses that differ.
+    got[-1] = ag.share(got[-1], group=group)
+    got = derivatives(sum(loss(g, 50 + rank) for g in got), pieces)
+    for g, w in zip(got, parts(derivatives(again, whole))[rank], strict=True):
+        close(g, w, "the second derivative")
+
+
+@everywhere
+def test_sequence_parallel_everywhere(where):
+    on(where, each, tokens, [(kind,) for kind in LENGTHS])
+
+
+@pytest.mark.ranks(3)
+def test_gathered_output_and_split_input(rank, world):
+    one, two = plain_mlp(6)
+    first = ColumnParallelLinear.from_plain(one, gather_output=True)
+    second = RowParallelLinear.from_plain(two, split_input=True)
+    x, z = leaf(random((5, 4), 1)), leaf(random((5, 4), 1))
+    wanted, y = two(one(x).tanh()), second(first(z).tanh())
+    close(y, wanted, "the output")
+    close(*(derivatives(loss(v, 0), [at])[0] for v, at in ((y, z), (wanted, x))), "the gradient")
+
+
+@pytest.mark.ranks(3)
+def test_to_plain_is_the_way_back(rank, world):
+    one, two = plain_mlp(7)
+    table = nn.Embedding(8, 3, padding_idx=-1)
+    for kind, plain in (
+        (ColumnParallelLinear, one),
+        (RowParallelLinear, two),
+        (VocabParallelEmbedding, table),
+    ):
+        back = kind.from_plain(plain, ragged=True).to_plain()
+        assert type(back) is type(plain)
+        assert repr(back) == repr(plain)
+        for key, value in plain.state_dict().items():
+            assert torch.equal(back.state_dict()[key], value), key
+            assert back.get_parameter(key).requires_grad
+
+
+@pytest.mark.ranks(2)
+def test_made_with_one_seed_it_is_the_plain_layer(rank, world):
+    for kind, plain, sizes in (
+        (ColumnParallelLinear, nn.Linear, (4, 6)),
+        (RowParallelLinear, nn.Linear, (4, 6)),
+        (VocabParallelEmbedding, nn.Embedding, (4, 6)),
+    ):
+        torch.manual_seed(3)
+        made = kind(*sizes).to_plain()
+        torch.manual_seed(3)
+        for a, b in zip(made.parameters(), plain(*sizes).parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.ranks(2)
+def test_messages(rank, world):
+    one, two = plain_mlp(6)
+    x = leaf(random((5, 4), 1))
+    with Counted() as calls:
+        y = RowParallelLinear.from_plain(two)(ColumnParallelLinear.from_plain(one)(x))
+        assert calls == ["all_reduce"]
+        y.sum().backward()
+        assert calls == ["all_reduce", "all_reduce"]
+
+
+@pytest.mark.ranks(2)
+def test_compiled_without_graph_breaks(rank, world):
+    one, two = plain_mlp(6)
+    first = ColumnParallelLinear.from_plain(one, sequence_dim=0)
+    second = RowParallelLinear.from_plain(two, sequence_dim=0)
+    everyone = [leaf(x) for x in pieces_of(world, "ragged", (0, 4), 0)]
+    sizes = LENGTHS["ragged"][:world]
+    z = leaf(everyone[rank])
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def run(x):
+        return second(first(x, sizes=sizes).tanh(), sizes=sizes)
+
+    wanted = two(one(torch.cat(everyone)).tanh()).split(sizes)
+    y = run(z)
+    close(y, wanted[rank], "the output")
+    want = derivatives(sum(loss(w, r) for r, w in enumerate(wanted)), everyone)
+    close(derivatives(loss(y, rank), [z])[0], want[rank], "the gradient")
+
+
+def lookup(group, words, sequence):
+    rank, world = place(group)
+    torch.manual_seed(2)
+    plain = nn.Embedding(words, 3, padding_idx=1, dtype=torch.float64)
+    with torch.no_grad():
+        plain.weight[1] = 0.5
+    dim = 1 if sequence else None
+    ours = VocabParallelEmbedding.from_plain(plain, sequence_dim=dim, ragged=True, group=group)
+    ids = torch.randint(words, (2, 7), generator=torch.Generator().manual_seed(4))
+    sizes = [p.shape[1] for p in ids.tensor_split(world, 1)]
+    wanted = plain(ids).split(sizes, 1) if sequence else [plain(ids)] * world
+    y = ours(ids)
+    close(y, wanted[rank], "the output")
+    seeds = range(world) if sequence else [0]
+    want = derivatives(sum(loss(wanted[r], r) for r in seeds), [plain.weight], graph=True)[0]
+    got = derivatives(loss(y, rank if sequence else 0), [ours.weight], graph=True)[0]
+    close(got, own(want, 0, ours.sizes, rank), "the gradient")
+    again = sum(loss(w, 50 + r) for r, w in enumerate(want.split(ours.sizes)))
+    second = derivatives(loss(got, 50 + rank), [ours.weight])[0]
+    close(second, own(derivatives(again, [plain.weight])[0], 0, ours.sizes, rank), "the second")
+
+
+@everywhere
+def test_embedding_everywhere(where):
+    on(where, each, lookup, list(product(WIDTHS.values(), (False, True))))
+
+
+@pytest.mark.ranks(3)
+def test_features_that_do_not_divide(rank, world):
+    for make, name in (
+        (lambda: ColumnParallelLinear(4, 7), "out_features=7"),
+        (lambda: RowParallelLinear(7, 4), "in_features=7"),
+        (lambda: VocabParallelEmbedding(7, 4), "num_embeddings=7"),
+    ):
+        raises_everywhere(SizesError, make, name, "3 ranks", "ragged=True")
+
+
+@pytest.mark.ranks(3)
+def test_unknown_word(rank, world):
+    table = VocabParallelEmbedding(6, 4)
+    for wrong in (6, -1):
+        ids = torch.tensor([0, wrong, 3])
+        raises_everywhere(InputError, lambda ids=ids: table(ids), "6 words", f"{wrong}")
+
+
+def test_embedding_that_cannot_be_split_exactly():
+    with pytest.raises(InputError, match="max_norm"):
+        VocabParallelEmbedding.from_plain(nn.Embedding(4, 2, max_norm=1.0))

@@ -1,0 +1,240 @@
+"""SyncBatchNorm: torch's batch norm on the joined batch."""
+
+import pytest
+import torch
+from torch import nn
+
+import allgrad as ag
+from allgrad.errors import TensorError
+from allgrad.nn import SyncBatchNorm, convert, minibatch_stddev
+from counting import Counted
+from exactness import leaf, loss, place, random
+from nn.twins import LENGTHS, assign, check_twin, close, derivatives, each, pieces_of
+from places import everywhere, on
+
+SHAPES = {1: (0, 3), 2: (0, 3, 2, 2), 3: (0, 2, 1, 2, 3)}
+PLAIN = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+
+
+def both(dims, group, **options):
+    """The layer and its twin, in one state."""
+    channels = SHAPES[dims][1]
+    plain = PLAIN[dims](channels, dtype=torch.float64, **options)
+    with torch.no_grad():
+        for seed, value in enumerate(plain.state_dict().values()):
+            if value.is_floating_point():
+                value.copy_(random(value.shape, 900 + seed).abs() + 0.5)
+    ours = SyncBatchNorm(channels, dtype=torch.float64, group=group, **options)
+    ours.load_state_dict(plain.state_dict())
+    return ours, plain
+
+
+def normalise(group, kind, dims, options):
+    _, world = place(group)
+    ours, plain = both(dims, group, **options)
+    names = [name for name, _ in plain.named_parameters()]
+    inputs = [(3 * x + 5,) for x in pieces_of(world, kind, SHAPES[dims], 0)]
+
+    def run(xs, ps):
+        return assign(ours, names, ps)(*xs)
+
+    def whole(everyone, ps):
+        joined = assign(plain, names, ps)(torch.cat([xs[0] for xs in everyone]))
+        return joined.split(LENGTHS[kind][:world])
+
+    check_twin(run, whole, inputs, list(plain.parameters()), group=group)
+    for key, value in plain.state_dict().items():
+        close(ours.state_dict()[key], value, key)
+
+
+@everywhere
+def test_exact_everywhere(where):
+    on(where, each, normalise, [(kind, 2, {}) for kind in LENGTHS])
+
+
+@pytest.mark.parametrize("dims", PLAIN)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": None},
+        {"affine": False, "eps": 0.1},
+        {"track_running_stats": False},
+        {"momentum": 0.7},
+    ],
+    ids=str,
+)
+def test_exact_with_every_option(dims, options):
+    on("3 ranks", normalise, "empty", dims, options)
+
+
+@pytest.mark.ranks(3)
+def test_running_statistics_follow_several_batches(rank, world):
+    for momentum in (0.3, None):
+        ours, plain = both(2, None, momentum=momentum)
+        for step, kind in enumerate(LENGTHS):
+            x = pieces_of(world, kind, SHAPES[2], 0, step)
+            ours(x[rank])
+            plain(torch.cat(x))
+        for key, value in plain.state_dict().items():
+            close(ours.state_dict()[key], value, key)
+
+
+@pytest.mark.ranks(3)
+def test_batch_without_samples_changes_no_statistics(rank, world):
+    ours, _ = both(2, None)
+    before = {k: v.clone() for k, v in ours.state_dict().items()}
+    assert ours(torch.zeros(0, 3, 2, 2, dtype=torch.float64)).shape == (0, 3, 2, 2)
+    for key in ("running_mean", "running_var"):
+        close(ours.state_dict()[key], before[key], key)
+    ours(torch.full((int(rank == 1), 3, 1, 1), 7.0, dtype=torch.float64))
+    close(ours.running_var, before["running_var"], "the variance of one value")
+
+
+@pytest.mark.ranks(3)
+def test_large_mean_keeps_the_variance(rank, world):
+    x = [p.float() + 1e4 for p in pieces_of(world, "ragged", SHAPES[2], 0)]
+    ours = SyncBatchNorm(3)
+    y = ours(x[rank])
+    wide = torch.cat(x).double()
+    want = nn.BatchNorm2d(3, dtype=torch.float64)(wide).split(LENGTHS["ragged"][:world])[rank]
+    torch.testing.assert_close(y.double(), want, rtol=0, atol=2e-3)
+
+
+@pytest.mark.ranks(2)
+def test_half_precision_keeps_float_statistics(rank, world):
+    x = [p.bfloat16() for p in pieces_of(world, "ragged", SHAPES[2], 0)]
+    ours, plain = SyncBatchNorm(3), nn.BatchNorm2d(3)
+    y, want = ours(x[rank]), plain(torch.cat(x).float())
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(ours.running_var, plain.running_var)
+    torch.testing.assert_close(
+        y.float(), want.split(LENGTHS["ragged"][:world])[rank], rtol=1e-2, atol=1e-2
+    )
+
+
+@pytest.mark.ranks(3)
+def test_eval_is_local(rank, world):
+    ours, plain = both(2, None)
+    ours.eval()
+    plain.eval()
+    x = random((2, 3, 2, 2), rank)
+    with Counted() as calls:
+        close(ours(x), plain(x), "the output")
+    assert calls == []
+
+
+@pytest.mark.ranks(3)
+def test_one_message_each_way(rank, world):
+    ours, _ = both(2, None)
+    x = leaf(pieces_of(world, "empty", SHAPES[2], 0)[rank])
+    with Counted() as calls:
+        y = ours(x)
+        assert calls == ["all_gather"]
+        y.sum().backward()
+        assert calls == ["all_gather", "reduce_scatter"]
+
+
+@pytest.mark.ranks(3)
+def test_gradient_penalty(rank, world):
+    """R1: the squared gradient of the critic by its input is part of the loss."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Softplus(), nn.Flatten(), nn.Linear(16, 1)
+    ).double()
+    ours = nn.Sequential(*plain[:1], *convert(nn.Sequential(*plain[1:])))
+    x = pieces_of(world, "empty", (0, 2, 4, 4), 0)
+
+    def critic_loss(net, x):
+        x = leaf(x)
+        score = net(x)
+        (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        return score.square().sum() + 5 * slope.square().sum()
+
+    want = derivatives(critic_loss(plain, torch.cat(x)), list(plain.parameters()))
+    got = derivatives(critic_loss(ours, x[rank]), list(ours.parameters()))
+    for a, b in zip(got, want, strict=True):
+        close(ag.all_reduce(a), b, "the gradient with a penalty")
+
+
+@pytest.mark.ranks(2)
+def test_convert_takes_over_parameters_and_state(rank, world):
+    plain = nn.Sequential(
+        nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.BatchNorm2d(3).eval())
+    )
+    norms = list(plain[1])
+    keys, values = list(plain.state_dict()), [v.data_ptr() for v in plain.state_dict().values()]
+    ours = convert(plain)
+    assert ours is plain
+    assert all(isinstance(norm, SyncBatchNorm) for norm in ours[1])
+    assert list(ours.state_dict()) == keys
+    assert [v.data_ptr() for v in ours.state_dict().values()] == values
+    for a, b in zip(ours[1], norms, strict=True):
+        assert a.weight is b.weight
+        assert (a.momentum, a.eps, a.training) == (b.momentum, b.eps, b.training)
+    nn.BatchNorm2d(3).load_state_dict(ours[1][1].state_dict())
+    nn.SyncBatchNorm(3).load_state_dict(ours[1][1].state_dict())
+    assert isinstance(convert(nn.SyncBatchNorm(3), None), SyncBatchNorm)
+    bare = convert(nn.BatchNorm1d(3, affine=False, track_running_stats=False))
+    assert bare(torch.randn(4, 3)).shape == (4, 3)
+
+
+@pytest.mark.ranks(2)
+def test_compiled_without_graph_breaks(rank, world):
+    ours, twin = both(2, None)
+    x = pieces_of(world, "ragged", SHAPES[2], 0)
+    xs = leaf(x[rank])
+    y = torch.compile(ours, fullgraph=True, backend="aot_eager")(xs)
+    (got,) = derivatives(loss(y, rank), [xs])
+    everyone = [leaf(p) for p in x]
+    wanted = twin(torch.cat(everyone)).split(LENGTHS["ragged"][:world])
+    close(y, wanted[rank], "the output")
+    close(got, derivatives(sum(map(loss, wanted, range(world))), everyone)[rank], "the gradient")
+    close(ours.running_var, twin.running_var, "running_var")
+
+
+@pytest.mark.ranks(2)
+def test_forward_mode_and_func(rank, world):
+    """A directional derivative in both modes, of the loss of all ranks."""
+    ours, _ = both(2, None, track_running_stats=False)
+    x, t, w = (random((2, 3, 2, 2), seed + rank) for seed in (0, 10, 20))
+
+    def value(x):
+        return (w * ours(x).sin()).sum()
+
+    _, forward = torch.func.jvp(value, (x,), (t,))
+    backward = (torch.func.grad(value)(x) * t).sum()
+    close(ag.all_reduce(forward), ag.all_reduce(backward), "the directional derivative")
+    batch = torch.func.vmap(torch.func.grad(value))(torch.stack([x, 2 * x]))
+    close(batch[0], torch.func.grad(value)(x), "the gradient in a batch")
+
+
+def test_wrong_channels_are_told():
+    with pytest.raises(TensorError, match=r"not \(N, 3, ...\)"):
+        SyncBatchNorm(3)(torch.zeros(2, 4))
+
+
+def spread(x, channels, eps):
+    s = (x.var(0, correction=0) + eps).sqrt()
+    s = s.reshape(channels, -1).mean(1).view(1, channels, *[1] * (x.dim() - 2))
+    return torch.cat([x, s.expand(len(x), channels, *x.shape[2:])], 1)
+
+
+def stddev(group, kind, channels):
+    _, world = place(group)
+    inputs = [(x,) for x in pieces_of(world, kind, (0, 4, 2, 1), 0)]
+
+    def whole(everyone, _):
+        joined = spread(torch.cat([xs[0] for xs in everyone]), channels, 1e-8)
+        return joined.split(LENGTHS[kind][:world])
+
+    check_twin(
+        lambda xs, _: minibatch_stddev(xs[0], channels=channels, group=group),
+        whole,
+        inputs,
+        group=group,
+    )
+
+
+@everywhere
+def test_minibatch_stddev_everywhere(where):
+    on(where, each, stddev, [(kind, 2 if kind == "ragged" else 1) for kind in LENGTHS])
