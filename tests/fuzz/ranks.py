@@ -1,0 +1,131 @@
+"""Programs on real ranks, many in one call, and how they differ from the oracle."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import allgrad as ag
+from allgrad.testing import RankFailed, RanksStuck, run_ranks
+from fuzz import prelude
+from fuzz.oracle import Results, run_oracle
+from fuzz.program import Program, comms, make_comm
+
+TOLERANCE = 1e-9
+ROUNDED = {".float()": 1e-4, ".half()": 2e-2, ".bfloat16()": 1e-1}  # gradients only
+LIMIT = 20.0
+
+
+@dataclass(frozen=True)
+class Find:
+    """A program that went wrong, and how."""
+
+    program: Program
+    how: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """What travels to the ranks."""
+
+    body: str
+    values: tuple[str, ...]
+    leaves: tuple[str, ...]
+
+
+def check(programs: Sequence[Program], limit: float = LIMIT) -> Iterator[Find]:
+    """Run programs of one world in one call; where that fails, one by one."""
+    expected = [run_oracle(program) for program in programs]
+    sources = [
+        Source(writer.body(), tuple(results.values), tuple(x.out for x in program.leaves()))
+        for program, (results, writer) in zip(programs, expected, strict=True)
+    ]
+    try:
+        by_rank = run_ranks(perform, programs[0].world, sources, timeout=limit + len(programs))
+    except (RankFailed, RanksStuck) as failure:
+        if len(programs) == 1:
+            yield Find(programs[0], str(failure))
+            return
+        finds = [find for program in programs for find in check([program], limit)]
+        yield from finds or [Find(programs[0], f"only together with others:\n{failure}")]
+        return
+    for i, (program, (results, _)) in enumerate(zip(programs, expected, strict=True)):
+        how = difference(program, results, [found[i] for found in by_rank])
+        if how:
+            yield Find(program, how)
+
+
+def make_groups(world: int) -> dict[str, object]:
+    """All groups of a world, made in one order on every rank."""
+    made: dict[str, object] = {"dist": dist, "init_device_mesh": init_device_mesh}
+    for code in dict.fromkeys(make_comm(name, world) for name in comms(world) if name != "world"):
+        exec(code, made)
+    return made
+
+
+def perform(sources: Sequence[Source]) -> list[dict]:
+    """Run on a rank: what it holds after each program."""
+    warnings.filterwarnings("ignore", message=".*create_graph=True will create a reference cycle")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    surroundings = make_groups(world) | vars(prelude)
+    surroundings |= {"ag": ag, "torch": torch, "checkpoint": checkpoint, "rank": rank}
+    return [perform_one(source, dict(surroundings)) for source in sources]
+
+
+def perform_one(source: Source, names: dict) -> dict:
+    torch._dynamo.reset() if "torch.compile" in source.body else None
+    exec(compile(source.body, "<program>", "exec"), names)
+    first = {x: names[x].grad for x in source.leaves}
+    second: dict = {}
+    if "penalty" in names:
+        second, first = first, {}
+        for x in source.leaves:
+            held = [g for y, g in zip(names["leaves"], names["first"], strict=True) if y is names[x]]
+            first[x] = held[0] if held else None
+    values = {name: names[name] for name in source.values if name in names}
+    return {
+        kind: {name: None if x is None else x.detach().clone() for name, x in found.items()}
+        for kind, found in (("values", values), ("first", first), ("second", second))
+    }
+
+
+def difference(program: Program, expected: Results, found: Sequence[dict]) -> str:
+    """Say where ranks and oracle differ, or nothing."""
+    code = str(program.body)
+    rounded = max([TOLERANCE, *(limit for cast, limit in ROUNDED.items() if cast in code)])
+    lines = []
+    for kind, tolerance in (("values", TOLERANCE), ("first", rounded), ("second", rounded)):
+        for name, by_rank in getattr(expected, kind).items():
+            for rank, want in by_rank.items():
+                got = found[rank][kind].get(name)
+                if not close(got, want, tolerance):
+                    what = {"values": "", "first": ".grad", "second": "'s second derivative"}[kind]
+                    lines.append(f"rank {rank}: {name}{what} is {show(got)}, expected {show(want)}")
+    return "\n".join(lines)
+
+
+def close(got: torch.Tensor | None, want: torch.Tensor | None, tolerance: float) -> bool:
+    """Equal in dtype, shape and value; no gradient at all is the same as zeros."""
+    if got is None or want is None:
+        some = got if want is None else want
+        return some is None or not some.any()
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return False
+    if not (want.is_floating_point() or want.is_complex()):
+        return torch.equal(got, want)
+    finite = want[want.isfinite()]
+    scale = max(1.0, float(finite.abs().max()) if finite.numel() else 0.0)
+    return torch.allclose(got, want, rtol=0, atol=tolerance * scale, equal_nan=True)
+
+
+def show(x: torch.Tensor | None) -> str:
+    if x is None:
+        return "None"
+    text = str(x.tolist()) if x.numel() <= 12 else f"sum {x.sum().item()}"
+    return f"{text} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
