@@ -60,7 +60,7 @@ def simplifications(program: Program) -> Iterator[Program]:
 def simpler_frame(program: Program) -> Iterator[Program]:
     for flag in ("checked", "deadline"):
         if getattr(program, flag):
-            yield program.but(**{flag: False})
+            yield program.but(**{flag: 0})
     if program.ending != "together":
         yield program.but(ending="together")
     for i in range(len(program.losses) if len(program.losses) > 1 else 0):

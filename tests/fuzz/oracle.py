@@ -60,7 +60,8 @@ class Oracle:
     def _change(self, s: Change) -> None:
         self.ranks[id(s)] = ranks = sorted(self.env[s.target])
         for r in ranks:
-            exec(s.code.format(s.target), {**self._at(r), "rank": r})
+            names = {**self._at(r), "rank": r, "misbehave": lambda kind: None}
+            exec(s.code.format(s.target), names)
 
     def _evaluate(self, code: str, rank: int) -> torch.Tensor:
         return eval(code, {**self._at(rank), "torch": torch, "rank": rank})  # noqa: S307

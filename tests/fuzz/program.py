@@ -97,7 +97,7 @@ class Program:
     ending: str = "together"
     lockstep: bool = False
     checked: bool = False
-    deadline: bool = False
+    deadline: float = 0  # seconds
 
     def leaves(self) -> list[Leaf]:
         return [step for step in self.body if isinstance(step, Leaf)]
@@ -174,7 +174,7 @@ class Writer:
     def body(self) -> str:
         """Run by every rank, with ``rank`` and the groups at hand."""
         program = self.program
-        context = ["ag.checked()"] * program.checked + ["ag.deadline(20)"] * program.deadline
+        context = ["ag.checked()"] * program.checked + [f"ag.deadline({program.deadline})"] * (program.deadline > 0)
         steps = "\n".join(self.step(step) for step in program.body)
         if program.lockstep:
             inside, after = self._ending_in_lockstep()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +56,7 @@ def check(programs: Sequence[Program], limit: float = LIMIT) -> Iterator[Find]:
         yield from finds or [Find(programs[0], f"only together with others:\n{failure}")]
         return
     for i, (program, (results, _)) in enumerate(zip(programs, expected, strict=True)):
-        how = difference(program, results, [found[i] for found in by_rank])
+        how = difference(program, results, {r: found[i] for r, found in enumerate(by_rank)})
         if how:
             yield Find(program, how)
 
@@ -69,13 +69,17 @@ def make_groups(world: int) -> dict[str, object]:
     return made
 
 
+def surroundings() -> dict[str, object]:
+    """The names that a program finds, made on every rank."""
+    warnings.filterwarnings("ignore", message=".*create_graph=True will create a reference cycle")
+    names = make_groups(dist.get_world_size()) | vars(prelude)
+    return names | {"ag": ag, "torch": torch, "checkpoint": checkpoint, "rank": dist.get_rank()}
+
+
 def perform(sources: Sequence[Source]) -> list[dict]:
     """Run on a rank: what it holds after each program."""
-    warnings.filterwarnings("ignore", message=".*create_graph=True will create a reference cycle")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    surroundings = make_groups(world) | vars(prelude)
-    surroundings |= {"ag": ag, "torch": torch, "checkpoint": checkpoint, "rank": rank}
-    return [perform_one(source, dict(surroundings)) for source in sources]
+    names = surroundings()
+    return [perform_one(source, dict(names)) for source in sources]
 
 
 def perform_one(source: Source, names: dict) -> dict:
@@ -95,7 +99,7 @@ def perform_one(source: Source, names: dict) -> dict:
     }
 
 
-def difference(program: Program, expected: Results, found: Sequence[dict]) -> str:
+def difference(program: Program, expected: Results, found: Mapping[int, dict]) -> str:
     """Say where ranks and oracle differ, or nothing."""
     code = str(program.body)
     rounded = max([TOLERANCE, *(limit for cast, limit in ROUNDED.items() if cast in code)])
@@ -103,6 +107,8 @@ def difference(program: Program, expected: Results, found: Sequence[dict]) -> st
     for kind, tolerance in (("values", TOLERANCE), ("first", rounded), ("second", rounded)):
         for name, by_rank in getattr(expected, kind).items():
             for rank, want in by_rank.items():
+                if rank not in found:
+                    continue
                 got = found[rank][kind].get(name)
                 if not close(got, want, tolerance):
                     what = {"values": "", "first": ".grad", "second": "'s second derivative"}[kind]
