@@ -1,17 +1,17 @@
 """Collectives with exact gradients for PyTorch."""
 
+from allgrad import errors, types
 from allgrad._autograd.lockstep import lockstep
+from allgrad._core.version import __version__
 from allgrad._wire.consistency import checked
 from allgrad._wire.deadline import deadline
-from allgrad.collectives.all_gather import all_gather, reduce_scatter, sizes, split
+from allgrad.collectives.all_gather import all_gather, gather_sizes, reduce_scatter, split
 from allgrad.collectives.all_reduce import all_reduce, share
 from allgrad.collectives.all_to_all import all_to_all
 from allgrad.collectives.broadcast import broadcast, reduce
 from allgrad.collectives.gather import gather, scatter
 from allgrad.collectives.permute import permute, shift
 from allgrad.collectives.scan import scan
-
-__version__ = "0.1.0"
 
 __all__ = [
     "__version__",
@@ -21,7 +21,9 @@ __all__ = [
     "broadcast",
     "checked",
     "deadline",
+    "errors",
     "gather",
+    "gather_sizes",
     "lockstep",
     "permute",
     "reduce",
@@ -30,6 +32,6 @@ __all__ = [
     "scatter",
     "share",
     "shift",
-    "sizes",
     "split",
+    "types",
 ]

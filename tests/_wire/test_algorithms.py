@@ -6,8 +6,8 @@ import torch
 import allgrad as ag
 import reference
 from allgrad._core.partition import even
-from allgrad._wire import algorithms as plans
-from allgrad._wire import point_to_point as peers
+from allgrad._wire import algorithms
+from allgrad._wire import point_to_point
 from exactness import check_exact, pieces, same
 
 ROWS = (2, 0, 3, 1)
@@ -43,7 +43,7 @@ def test_every_way_is_exact(world, operation, way, width, dtype):
     held = {"all_gather": rows, "reduce_scatter": (sum(rows),) * world}
     held |= {"all_to_all": (2 * world,) * world}
     shapes = [(n, *width) for n in held.get(operation, (2,) * world)]
-    with plans.using(**{operation: way}):
+    with algorithms.using(**{operation: way}):
         check_exact(
             lambda x: call(x, list(rows)),
             lambda xs: wanted(xs, list(rows)),
@@ -56,7 +56,7 @@ def test_every_way_is_exact(world, operation, way, width, dtype):
 @pytest.mark.parametrize("way", plans.WAYS["all_to_all"])
 def test_equal_blocks_may_be_empty(rank, world, shape, way):
     x = torch.empty(shape, requires_grad=True)
-    with plans.using(all_to_all=way):
+    with algorithms.using(all_to_all=way):
         y = ag.all_to_all(x, send_sizes="equal")
         y.sum().backward()
     assert y.shape == x.grad.shape == x.shape
@@ -67,7 +67,7 @@ def test_equal_blocks_may_be_empty(rank, world, shape, way):
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float16, torch.complex64])
 def test_equal_blocks_of_every_kind(rank, world, dtype, way):
     whole = torch.arange(2 * world * world).view(world, 2 * world)
-    with plans.using(all_to_all=way):
+    with algorithms.using(all_to_all=way):
         got = ag.all_to_all((whole[rank] % 5).to(dtype), send_sizes="equal")
     want = (whole.view(world, world, 2)[:, rank].reshape(-1) % 5).to(dtype)
     same(got, want, "the blocks")
@@ -79,7 +79,7 @@ def test_equal_blocks_of_every_kind(rank, world, dtype, way):
 def test_sums_of_every_kind(rank, world, dtype, way):
     """Backends do not add all of them."""
     xs = [(torch.arange(600_000) % (r + 2)).to(dtype) for r in range(world)]
-    with plans.using(all_reduce=way):
+    with algorithms.using(all_reduce=way):
         got = ag.all_reduce(xs[rank])
     same(got, sum(xs), "the sum")
 
@@ -101,10 +101,10 @@ LONG_SUMS = {
 @pytest.mark.parametrize("name", LONG_SUMS)
 def test_long_sums_come_in_chunks(rank, world, name, seconds):
     xs = [(torch.arange(LONG) % (17 + r)).float() for r in range(world)]
-    assert xs[0].nbytes / world > peers.AHEAD / (world - 1) > peers.CHUNK
+    assert xs[0].nbytes / world > point_to_point.IN_FLIGHT / (world - 1) > point_to_point.CHUNK
     operation, way, *_ = name.split(", ")
     before = xs[rank].clone()
-    with plans.using(**{operation: way}), ag.deadline(seconds):
+    with algorithms.using(**{operation: way}), ag.deadline(seconds):
         got = LONG_SUMS[name](xs[rank])
     same(xs[rank], before, "what was passed")
     want = sum(xs)

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 import allgrad as ag
 from allgrad._core.partition import even
-from allgrad._wire import algorithms as plans
-from allgrad._wire import point_to_point as peers
+from allgrad._wire import algorithms
+from allgrad._wire import point_to_point
 from allgrad.errors import InputError
 
 ROW = 256  # bytes
@@ -106,7 +106,7 @@ def through_hub(given, got, r):
 
 def chunks(n):
     """How many messages a piece is that others add to theirs."""
-    return math.ceil(n / peers.CHUNK)
+    return math.ceil(n / point_to_point.CHUNK)
 
 
 def shares(n, ranks):
@@ -377,8 +377,8 @@ def allocated(call, x, rows):
 def test_memory_is_taken_for_the_result_alone_where_pieces_are_large(rank, world, size, ragged):
     rows = rows_by_rank(world, size, ragged)
     total, own = sum(rows) * ROW, rows[rank] * ROW
-    chunk = min(own, peers.CHUNK)
-    coming = min((world - 1) * chunks(own), peers.AHEAD // chunk) * chunk  # at once
+    chunk = min(own, point_to_point.CHUNK)
+    coming = min((world - 1) * chunks(own), point_to_point.IN_FLIGHT // chunk) * chunk  # at once
     summing = {
         "hub": [own] if rank else [world * total, total, own],  # the hub has everyone's whole
         "exchange": [world * own, own],
@@ -427,9 +427,9 @@ def test_another_dim_costs_one_copy(rank, world):
 @pytest.mark.ranks(3)
 def test_a_way_can_be_forced_for_experiments(rank):
     x = torch.ones(4)
-    with Traffic() as traffic, plans.using(all_gather="broadcasts"):
+    with Traffic() as traffic, algorithms.using(all_gather="broadcasts"):
         ag.all_gather(x, sizes="equal")
-        with plans.using(all_gather="backend"):
+        with algorithms.using(all_gather="backend"):
             ag.all_gather(x, sizes="equal")
         ag.all_gather(x, sizes="equal")
     assert traffic.calls == {"broadcast": 6, "all_gather_into_tensor": 1}
@@ -437,7 +437,7 @@ def test_a_way_can_be_forced_for_experiments(rank):
         ag.all_gather(x, sizes="equal")
     assert traffic == through_hub([16] * 3, [48] * 3, rank)
     for wrong in ({"all_gather": "pigeons"}, {"scan": "backend"}):
-        with pytest.raises(InputError, match="has no way"), plans.using(**wrong):
+        with pytest.raises(InputError, match="has no way"), algorithms.using(**wrong):
             pass
 
 

@@ -173,9 +173,9 @@ def test_split_is_exact(where):
 
 @pytest.mark.ranks(1, 3)
 def test_sizes_by_rank(rank, world):
-    assert ag.sizes(torch.zeros(2, rank + 1), 1) == tuple(range(1, world + 1))
-    assert ag.sizes(torch.zeros(rank), -1) == tuple(range(world))
-    assert ag.sizes(torch.zeros(())) == (1,) * world
+    assert ag.gather_sizes(torch.zeros(2, rank + 1), 1) == tuple(range(1, world + 1))
+    assert ag.gather_sizes(torch.zeros(rank), -1) == tuple(range(world))
+    assert ag.gather_sizes(torch.zeros(())) == (1,) * world
     assert even(7, 3) == (3, 2, 2)
 
 

@@ -136,7 +136,7 @@ def test_containers_keep_their_types(rank):
     z = ag.all_reduce(OrderedDict(b=torch.ones(1), a=3))
     assert type(z) is OrderedDict
     assert (z["b"].item(), z["a"]) == (3.0, 3)
-    assert ag.sizes({"x": torch.zeros(rank, 2)}) == {"x": (0, 1, 2)}
+    assert ag.gather_sizes({"x": torch.zeros(rank, 2)}) == {"x": (0, 1, 2)}
     assert ag.all_gather({}) == {}
     assert ag.all_reduce([]) == []
 

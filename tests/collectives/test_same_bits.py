@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import allgrad as ag
-from allgrad._wire import algorithms as plans
+from allgrad._wire import algorithms
 from allgrad.testing import run_ranks
 
 
@@ -20,7 +20,7 @@ def results(op, plan, rows):
     """Results and gradients as bits, of three calls each, with the plan forced."""
     rank, world = dist.get_rank(), dist.get_world_size()
     got = []
-    with plans.using(**({} if plan is None else {op: plan})):
+    with algorithms.using(**({} if plan is None else {op: plan})):
         for _ in range(3):
             x = wild(rank, rows * world if op == "reduce_scatter" else rows).requires_grad_()
             call = getattr(ag, op)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import allgrad as ag
-from allgrad._wire import algorithms as plans
+from allgrad._wire import algorithms
 from allgrad._wire import eager as moves
 from allgrad._wire import primitives as wire
 from calls import CALLS, Place
@@ -111,7 +111,7 @@ def test_nccl_plans(world, dtype):
     same_values = {"all_gather": moves.all_gather, "reduce_scatter": moves.reduce_scatter}
     for operation, call in same_values.items():
         for kind in ("backend", "backend_list"):
-            with plans.using(**{operation: kind}):
+            with algorithms.using(**{operation: kind}):
                 assert torch.equal(call(group, x, [6]), x), (operation, kind)
     assert torch.equal(moves.reduce(group, x, 0), x)
     assert torch.equal(moves.all_reduce(group, x), x)

@@ -26,7 +26,7 @@ class AdjointPair:
     appended at the end.
 
     A compiler differentiates the ops that a map is made of. Where those are not each other's
-    adjoints, as when a value counts once, ``traced`` has the two maps made of ops that are.
+    adjoints, as with ``grad="same"``, ``traced`` has the two maps made of ops that are.
     """
 
     name: str
@@ -38,7 +38,7 @@ class AdjointPair:
 
     @property
     def adjoint(self) -> AdjointPair:
-        """The same pair from the other side; a repeated call finds it again."""
+        """The same pair from the other side, made once."""
         if self._adjoint is None:
             traced = None if self.traced is None else (self.traced[1], self.traced[0])
             # This one is not the other's: a cycle would keep both from ending.

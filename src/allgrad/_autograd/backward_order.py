@@ -1,13 +1,13 @@
-"""Lockstep: every rank goes backward through the same collectives, in exact reverse order.
+"""Lockstep: every rank runs backward through the same collectives, in exact reverse order.
 
-Autograd runs a node's backward when all that used its results has run. So each collective of a
-block takes a token, an empty tensor, from the one before it and hands one to the next:
+Autograd runs a node's backward once everything that used its results has run. So each collective
+of a block takes a token, an empty tensor, from the one before it and hands one to the next:
 
     forward    x ... all_gather ---token---> all_reduce ---token---> all_gather ---token---> end
     backward         last     <------------           <------------ first       <------------ end
 
-Starting from the last token, backward reaches every collective, the last one first, on every rank
-alike. One whose result was not used gets zeros and takes part all the same.
+From the last token, backward reaches every collective, the last one first, on every rank alike.
+One whose result was not used gets zeros and takes part all the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from allgrad._autograd.adjoint_pair import AdjointPair
 
-__all__ = ["Chain", "growing"]
+__all__ = ["Chain", "current_chain"]
 
 
 class Chain:
@@ -35,7 +35,7 @@ class Chain:
 
     def __init__(self) -> None:
         """Begin with none."""
-        self._owed: list[Callable[[], object]] = []
+        self._pending: list[Callable[[], object]] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -43,37 +43,37 @@ class Chain:
         self._last = self._first
 
     @contextlib.contextmanager
-    def growing(self) -> Generator[None]:
+    def recording(self) -> Generator[None]:
         """Within this block every collective of this thread is tied to the chain."""
-        before = getattr(_GROWING, "chain", None)
-        _GROWING.chain = self
-        transforms.order(_tie_to_growing)
+        before = current_chain()
+        _THREAD.chain = self
+        _count_recording(1)
         try:
             yield
         finally:
-            _GROWING.chain = before
-            transforms.order(_tie_to_growing if before is not None else None)
+            _THREAD.chain = before
+            _count_recording(-1)
 
     def apply(self, pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run a pair as the next collective of the chain."""
-        return self.thread(lambda token: _InOrder.apply(self, pair, token, *xs))  # type: ignore[no-untyped-call]
+        return self.append(lambda token: _InOrder.apply(self, pair, token, *xs))  # type: ignore[no-untyped-call]
 
-    def thread(self, node: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Make a node that takes the last token and gives the next, before its results."""
+    def append(self, node: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Add a node that takes the last token and gives the next, before its results."""
         self._last, *results = node(self._last)
         return tuple(results)
 
-    def owe(self, wait: Callable[[], object]) -> None:
-        """Remember a call under way: waited for at the end of the block, if not before."""
-        self._owed.append(wait)
+    def add_pending(self, wait: Callable[[], object]) -> None:
+        """Remember a pending call: the end of the block waits for it, if nobody did before."""
+        self._pending.append(wait)
 
-    def settle(self) -> None:
-        """Wait for every call still under way, in the order they were started."""
-        owed, self._owed = self._owed, []
-        for wait in owed:
+    def wait_for_pending(self) -> None:
+        """Wait for every call that is still pending, in the order they were started."""
+        pending, self._pending = self._pending, []
+        for wait in pending:
             wait()
 
-    def take_end(self) -> tuple[Tensor, Tensor]:
+    def take_ends(self) -> tuple[Tensor, Tensor]:
         """Let go of the chain: its beginning, which backward must reach, and its end."""
         ends = self._first, self._last
         self._begin()
@@ -84,16 +84,30 @@ class Chain:
         return self._first, self._last
 
 
-_GROWING = threading.local()
+_THREAD = threading.local()
+_LOCK = threading.Lock()
+_recording = 0  # blocks of all threads
 
 
-def growing() -> Chain | None:
+def _count_recording(change: int) -> None:
+    """Hook into the collectives while some thread records a chain.
+
+    A block that ends in one thread must not untie those of another
+    (test_a_block_of_another_thread_leaves_this_one_tied).
+    """
+    global _recording  # noqa: PLW0603
+    with _LOCK:
+        _recording += change
+        transforms.order_with(_tie_to_chain if _recording else None)
+
+
+def current_chain() -> Chain | None:
     """The chain to which this thread's collectives are tied, if any."""
-    return getattr(_GROWING, "chain", None)
+    return getattr(_THREAD, "chain", None)
 
 
-def _tie_to_growing(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-    chain = growing()
+def _tie_to_chain(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+    chain = current_chain()
     return None if chain is None else chain.apply(pair, xs)
 
 
@@ -103,12 +117,12 @@ class _InOrder(torch.autograd.Function):
         ctx: Any, chain: Chain, pair: AdjointPair, token: Tensor, *xs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.chain, ctx.pair = chain, pair
-        return token.new_empty(0), *transforms.unlinked(pair, xs)
+        return token.new_empty(0), *transforms.run_map(pair, xs)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return None, None, token, *transforms.apply(ctx.pair.adjoint, gradients)
         # With create_graph the adjoints are collectives of the chain too, for the next backward.
-        with ctx.chain.growing():
+        with ctx.chain.recording():
             return None, None, token, *transforms.apply(ctx.pair.adjoint, gradients)

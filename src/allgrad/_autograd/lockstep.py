@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from allgrad._autograd.backward_order import Chain
-from allgrad._wire import consistency as checking
-from allgrad._wire import deadline as waiting
+from allgrad._wire import consistency, deadline, diagnosis
 from allgrad.errors import (
     CollectiveMismatch,
     InputError,
@@ -40,7 +39,7 @@ class Step:
         """
         if not isinstance(loss, Tensor) or not (loss.is_floating_point() or loss.is_complex()):
             raise InputError(f"tie: the loss is {_kind(loss)}.\nGive a floating-point tensor.")
-        _, end = self._chain.take_end()
+        _, end = self._chain.take_ends()
         return loss + end.sum().to(loss)
 
     def backward(
@@ -64,7 +63,7 @@ class Step:
             if not isinstance(one, Tensor) or one.numel() != 1:
                 raise InputError(f"backward: a loss is {_kind(one)}.\nGive tensors of one element.")
         keep = retain_graph or create_graph
-        start, end = self._chain.ends() if keep else self._chain.take_end()
+        start, end = self._chain.ends() if keep else self._chain.take_ends()
         roots = [one for one in losses if one.requires_grad]
         reach = None if inputs is None else [*inputs, start]
         torch.autograd.backward(
@@ -104,17 +103,17 @@ def lockstep() -> Generator[Step]:
             "lockstep: a block cannot be traced by torch.compile.\n"
             "Compile what is around its collectives, not the block itself."
         )
-    step = Step(Chain())
-    with waiting.listening() as used, step._chain.growing():  # noqa: SLF001
+    chain = Chain()
+    with deadline.listening() as used, chain.recording():
         try:
-            yield step
-            step._chain.settle()  # noqa: SLF001
+            yield Step(chain)
+            chain.wait_for_pending()
         except (CollectiveMismatch, RankLate, RankLost, RankRaised):
             raise  # the other ranks know
-        except Exception as error:
-            groups = list(used.values())
-            if checking.is_checking() and len(groups) == 1:
-                checking.tell_failure(groups[0], error)
+        except BaseException as error:  # a KeyboardInterrupt, too, leaves other ranks waiting
+            calls = list(used.values())
+            if consistency.is_checking() and len(calls) == 1:
+                consistency.report_failure(calls[0], error)
             else:
-                waiting.tell_failure(error)
+                diagnosis.publish_failure(error)
             raise

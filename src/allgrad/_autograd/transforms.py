@@ -1,4 +1,4 @@
-"""From an adjoint pair to a differentiable function, in whichever mode the caller is.
+"""From an adjoint pair to a differentiable function, in every mode of differentiation.
 
 | mode | what runs |
 |---|---|
@@ -6,7 +6,7 @@
 | autograd | an autograd.Function with a backward |
 | torch.func, dual numbers, nested as you like | one with every rule |
 | the same under ``grad="none"`` | one without derivative |
-| torch.compile | the pair's map, whose ops (graph_wire) have every rule of their own |
+| torch.compile | the pair's map, whose ops (graph_ops) have every rule of their own |
 """
 
 from __future__ import annotations
@@ -14,11 +14,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._functorch import eager_transforms
-from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
+from allgrad._core.torch_internals import (
+    FakeTensor,
+    VmapInterpreter,
+    add_batch_dim,
+    below_view_tracking,
+    current_interpreter,
+    dual_level,
+    functorch_active,
+    inside_jvp,
+    is_view,
+    transform_names,
+    unwrap_if_dead,
+    wrap_for_grad,
+)
 from allgrad.errors import ModeError
 
 if TYPE_CHECKING:
@@ -28,7 +39,7 @@ if TYPE_CHECKING:
 
     from allgrad._autograd.adjoint_pair import AdjointPair
 
-__all__ = ["ANCHOR", "apply", "is_plain_autograd", "needs_graph", "order", "unlinked"]
+__all__ = ["ANCHOR", "apply", "is_plain_autograd", "needs_graph", "order_with", "run_map"]
 
 # A result requires grad on every rank, even where the local piece does not: another rank's piece
 # may, and its backward needs everyone (test_piece_without_gradient_takes_part). Autograd marks a
@@ -40,9 +51,7 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
     """Run the pair's map, differentiable to any order; ``stop`` ends the derivative there."""
     if torch.compiler.is_compiling():
         return _trace(pair, xs, stop=stop)
-    transformed = (
-        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # noqa: SLF001
-    )
+    transformed = functorch_active() or dual_level() >= 0
     if stop or not (xs[0].is_floating_point() or _differentiable(xs)):
         if not stop and not transformed:
             return _plain(pair, xs)
@@ -60,7 +69,7 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
     if transformed:
         return _run(_Apply, pair, xs)
     if torch.is_grad_enabled():
-        results: tuple[Tensor, ...] = _reverse(pair, ANCHOR, *map(_unwrap_if_dead, xs))  # type: ignore[no-untyped-call]
+        results: tuple[Tensor, ...] = _reverse(pair, ANCHOR, *map(unwrap_if_dead, xs))  # type: ignore[no-untyped-call]
         return results
     return _plain(pair, xs)
 
@@ -68,7 +77,7 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
 _order: Callable[[AdjointPair, Sequence[Tensor]], tuple[Tensor, ...] | None] | None = None
 
 
-def order(
+def order_with(
     tie: Callable[[AdjointPair, Sequence[Tensor]], tuple[Tensor, ...] | None] | None,
 ) -> None:
     """Let ``tie`` run the differentiable calls of eager autograd; ``None`` ends it."""
@@ -76,24 +85,20 @@ def order(
     _order = tie
 
 
-def unlinked(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run the map, below what keeps track of views: a view made inside an autograd.Function could
-    not be changed in place by the caller (y /= 2). What is handed through as it is stays linked.
+def run_map(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run the pair's map below view tracking: a view made inside an autograd.Function could not be
+    changed in place by the caller (y /= 2). A tensor that is handed through stays as it is.
     """
-    if isinstance(xs[0], FakeTensor):  # shapes alone, whose ops belong above; there a copy is free
+    if isinstance(xs[0], FakeTensor):  # only shapes, whose ops belong above; there a copy is free
         ys = pair.forward(xs)
-        return tuple([y.clone() if y._is_view() and all(y is not x for x in xs) else y for y in ys])  # noqa: SLF001
-    with _UNTRACKED():
+        return tuple([y.clone() if is_view(y) and all(y is not x for x in xs) else y for y in ys])
+    with below_view_tracking():
         return tuple(pair.forward(xs))
 
 
 def is_plain_autograd() -> bool:
     """Tell whether derivatives, if any, are those of eager autograd."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()  # noqa: SLF001
-        or forward_ad._current_level >= 0  # noqa: SLF001
-    )
+    return not (torch.compiler.is_compiling() or functorch_active() or dual_level() >= 0)
 
 
 def needs_graph(xs: Sequence[Tensor]) -> bool:
@@ -102,7 +107,7 @@ def needs_graph(xs: Sequence[Tensor]) -> bool:
 
 
 def _plain(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    # What is handed through as it is: the caller's own leaf would still require grad.
+    # A tensor that is handed through: the caller's own leaf would still require grad.
     ys = pair.forward(xs)
     if len(ys) == 1:
         return (ys[0].detach() if ys[0] is xs[0] else ys[0],)
@@ -131,23 +136,23 @@ def _anchor(*, tangents: bool) -> Tensor:
     test_piece_without_tangent_takes_part).
     """
     levels: set[str] = set()
-    if tangents and forward_ad._current_level >= 0:  # noqa: SLF001
+    if tangents and dual_level() >= 0:
         # Dual numbers in or around func.grad: nothing tells which, so both levels get a tangent.
-        levels = {"Jvp"} if eager_transforms.JVP_NESTING else {"Grad", ""}
-    return _anchor_at(_active_transforms(), levels)
+        levels = {"Jvp"} if inside_jvp() else {"Grad", ""}
+    return _anchor_at(transform_names(), levels)
 
 
 def _anchor_at(active: Sequence[str], with_tangent: Collection[str]) -> Tensor:
     if not active:
         return _with_tangent(ANCHOR) if "" in with_tangent else ANCHOR
-    interpreter = retrieve_current_functorch_interpreter()
+    interpreter = current_interpreter()
     with interpreter.lower():
         below = _anchor_at(active[:-1], with_tangent)
     if isinstance(interpreter, VmapInterpreter):
         batch = below.expand(interpreter.batch_size(), 0)
-        return torch._C._functorch._add_batch_dim(batch, 0, interpreter.level())  # noqa: SLF001
+        return add_batch_dim(batch, 0, interpreter.level())
     if active[-1] in with_tangent:
-        return _with_tangent(torch._C._functorch._wrap_for_grad(below, interpreter.level()))  # noqa: SLF001
+        return _with_tangent(wrap_for_grad(below, interpreter.level()))
     return below
 
 
@@ -161,7 +166,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def forward(pair: AdjointPair, anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
-        return unlinked(pair, xs)
+        return run_map(pair, xs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004
@@ -194,7 +199,7 @@ class _Reverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pair: AdjointPair, anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
         ctx.pair = pair
-        return unlinked(pair, xs)
+        return run_map(pair, xs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -203,8 +208,6 @@ class _Reverse(torch.autograd.Function):
 
 # The same as _Reverse.apply outside of torch.func, less what that one does in Python.
 _reverse = super(torch.autograd.Function, _Reverse).apply
-_unwrap_if_dead = torch._C._functorch.unwrap_if_dead  # noqa: SLF001
-_UNTRACKED = torch._C._AutoDispatchBelowADInplaceOrView  # noqa: SLF001
 
 
 class _Constant(_Apply):
@@ -244,7 +247,7 @@ def _batched(info: Any, dims: Sequence[int | None], xs: Sequence[Tensor]) -> lis
 
 
 def _trace(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool) -> tuple[Tensor, ...]:
-    """The same under torch.compile: the ops of graph_wire have every derivative of their own."""
+    """The same under torch.compile: the ops of graph_ops have every derivative of their own."""
     run = pair.forward if pair.traced is None else pair.traced[0]
     if _order is not None and not stop and torch.is_grad_enabled() and _differentiable(xs):
         raise ModeError(
@@ -254,8 +257,8 @@ def _trace(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool) -> tuple[Tens
     if stop:
         with torch.no_grad():
             return tuple(run([x.detach() for x in xs]))
-    active = _active_transforms() if torch._C._are_functorch_transforms_active() else ()  # noqa: SLF001
-    duals = forward_ad._current_level >= 0 and active[-1:] in {(), ("Jvp",)}  # noqa: SLF001
+    active = transform_names() if functorch_active() else ()
+    duals = dual_level() >= 0 and active[-1:] in {(), ("Jvp",)}
     if not duals or not _differentiable(xs):
         return tuple(run(xs))
     split = [_split_dual(x) for x in xs]
@@ -268,10 +271,3 @@ def _split_dual(x: Tensor) -> tuple[Tensor, Tensor]:
     """A value and its tangent, zeros where it has none: every rank sends tangents."""
     value, tangent = forward_ad.unpack_dual(x)
     return value, torch.zeros_like(value) if tangent is None else tangent
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _active_transforms() -> tuple[str, ...]:
-    """The torch.func transforms around this call, the outermost first: "Grad", "Jvp", "Vmap"."""
-    stack = torch._C._functorch.get_interpreter_stack() or ()  # noqa: SLF001
-    return tuple(interpreter.key().name for interpreter in stack)

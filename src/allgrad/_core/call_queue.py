@@ -1,7 +1,7 @@
-"""Calls under way: one thread that makes them in the order they were asked for.
+"""The queue of async calls: one thread runs them in the order they were started.
 
-A collective pairs up with the other ranks' by order alone. So while a call is under way, later
-ones wait for their turn behind it, whichever thread they come from.
+Ranks match their calls by order alone. So while a call is pending, later ones wait behind it,
+whichever thread they come from.
 """
 
 from __future__ import annotations
@@ -13,58 +13,60 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from allgrad._core.torch_internals import in_backward_pass
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["LINE", "depart", "free", "in_backward", "in_turn"]
+__all__ = ["QUEUE", "in_backward", "in_turn", "is_free", "start"]
 
 T = TypeVar("T")
 
 
-class _Line:
+class _Queue:
     def __init__(self) -> None:
         self.thread: ThreadPoolExecutor | None = None
         self.lock = threading.Lock()
-        self.waiting = 0
+        self.pending = 0
 
 
-LINE = _Line()
+QUEUE = _Queue()
 _HERE = threading.local()
 
 
-def depart(call: Callable[[], T]) -> Future[T]:
-    """Make a call on the other thread, after those before it, without recording a graph."""
+def start(call: Callable[[], T]) -> Future[T]:
+    """Run a call on the queue's thread, after those before it, without recording a graph."""
     backward = in_backward()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def run() -> T:
-        _HERE.in_line, _HERE.in_backward = True, backward
+        _HERE.in_queue, _HERE.in_backward = True, backward
         same_stream = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
         try:
             with torch.no_grad(), same_stream:
                 return call()
         finally:
-            with LINE.lock:
-                LINE.waiting -= 1
+            with QUEUE.lock:
+                QUEUE.pending -= 1
 
-    with LINE.lock:
-        LINE.thread = LINE.thread or ThreadPoolExecutor(1, "allgrad")
-        LINE.waiting += 1
-        return LINE.thread.submit(run)
+    with QUEUE.lock:
+        QUEUE.thread = QUEUE.thread or ThreadPoolExecutor(1, "allgrad")
+        QUEUE.pending += 1
+        return QUEUE.thread.submit(run)
 
 
-def free() -> bool:
-    """Tell whether a call may be made here and now: none is under way, or this is its thread."""
-    return not LINE.waiting or getattr(_HERE, "in_line", False)
+def is_free() -> bool:
+    """Tell whether a call may run here and now: none is pending, or this is the queue's thread."""
+    return not QUEUE.pending or getattr(_HERE, "in_queue", False)
 
 
 def in_turn(call: Callable[[], T]) -> T:
-    """Make a call here and now, or behind those that are under way."""
-    return call() if free() else depart(call).result()
+    """Run a call here and now, or behind those that are pending."""
+    return call() if is_free() else start(call).result()
 
 
 def in_backward() -> bool:
     """Tell whether this call belongs to a backward, wherever it runs."""
-    if getattr(_HERE, "in_line", False):
+    if getattr(_HERE, "in_queue", False):
         return bool(_HERE.in_backward)
-    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
+    return in_backward_pass()

@@ -1,4 +1,4 @@
-"""Sizes by rank: even shares, tensors cut into blocks by rank, laid out flat, and joined again."""
+"""Sizes by rank: tensors cut into blocks by rank, packed into one flat tensor, and joined again."""
 
 from __future__ import annotations
 
@@ -7,32 +7,29 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.compiler import is_dynamo_compiling
+
+from allgrad._core.torch_internals import flatten_dense, unflatten_dense
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "Cut",
-    "apart",
-    "apart_like",
-    "even",
-    "nothing",
-    "plain",
-    "together",
-    "whole",
-    "zeros",
-]
+    from torch import Tensor
 
-# Of these types is real memory, and what TorchDynamo traces. In graphs tensors are laid flat, as
-# their ops want them.
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+__all__ = [
+    "Partition",
+    "even",
+    "linked_zeros",
+    "no_elements",
+    "pack",
+    "pack_flat",
+    "real_memory",
+    "unpack",
+    "unpack_like",
+]
 
 
 def even(total: int, parts: int) -> tuple[int, ...]:
-    """Share ``total`` as evenly as possible; the first parts get the one more.
+    """Divide ``total`` as evenly as possible; the first parts get one more.
 
     >>> even(7, 3)
     (3, 2, 2)
@@ -40,37 +37,35 @@ def even(total: int, parts: int) -> tuple[int, ...]:
     return tuple((total + parts - 1 - part) // parts for part in range(parts))
 
 
-def plain(x: Tensor) -> Tensor:
-    """Return ``x`` as real contiguous memory, copied only if it is not that already."""
+def real_memory(x: Tensor) -> Tensor:
+    """``x`` as contiguous memory, copied only if it is not that already."""
     return x.resolve_conj().resolve_neg().contiguous()
 
 
-def together(xs: Sequence[Tensor]) -> Tensor:
+def pack_flat(xs: Sequence[Tensor]) -> Tensor:
     """Whole tensors, one after another, flat. No copy for a single contiguous one."""
     if len(xs) == 1:
-        return _flat(plain(xs[0]))
-    flat: Tensor = _flatten_dense_tensors(xs)
+        return _flat(real_memory(xs[0]))
+    flat: Tensor = flatten_dense(xs)
     return flat
 
 
-def whole(xs: Sequence[Tensor]) -> Tensor:
-    """The same for what is not cut: a single tensor keeps its shape, for a view costs time too."""
-    if len(xs) == 1 and type(xs[0]) in _PLAIN and not is_dynamo_compiling():
-        return plain(xs[0])
-    return together(xs)
+def pack(xs: Sequence[Tensor]) -> Tensor:
+    """The same, but a single tensor is left as it is: a view costs time too."""
+    return xs[0] if len(xs) == 1 else pack_flat(xs)
 
 
-def apart_like(flat: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
-    """Undo ``together`` or ``whole`` of tensors with these shapes, without a copy."""
+def unpack_like(flat: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
+    """Undo ``pack`` or ``pack_flat`` of tensors with these shapes, without a copy."""
     if len(xs) == 1 and flat.dim() == xs[0].dim():
         return [flat]
-    # In one call of torch, which gives tensors without elements another shape.
+    # One call of torch, which gives tensors without elements another shape.
     if len(xs) > 1 and not torch.compiler.is_compiling() and all(map(torch.numel, xs)):
-        return list(_unflatten_dense_tensors(flat, xs))
-    return apart(flat, [x.shape for x in xs])
+        return list(unflatten_dense(flat, xs))
+    return unpack(flat, [x.shape for x in xs])
 
 
-def apart(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+def unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """The same for given shapes."""
     if len(shapes) == 1:
         return [_shaped(flat, shapes[0])]
@@ -78,7 +73,7 @@ def apart(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def nothing(xs: Sequence[Tensor]) -> Tensor:
+def no_elements(xs: Sequence[Tensor]) -> Tensor:
     """No elements of the tensors, flat, and linked to them.
 
     A compiler differentiates what it traced: a rank that sends nothing still takes part in backward
@@ -90,7 +85,7 @@ def nothing(xs: Sequence[Tensor]) -> Tensor:
     return sum(empty[1:], empty[0])
 
 
-def zeros(received: Tensor, shape: Sequence[int]) -> Tensor:
+def linked_zeros(received: Tensor, shape: Sequence[int]) -> Tensor:
     """Zeros on a rank that received nothing, linked to that nothing, for the same reason."""
     fresh = received.new_zeros(shape)
     if torch.compiler.is_compiling() and (received.is_floating_point() or received.is_complex()):
@@ -99,34 +94,32 @@ def zeros(received: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Partition:
     """How several tensors are cut: each along its own dim, into its own sizes by rank.
 
-    tensor 0   [ a a | b ]               flat, by rank:
+    tensor 0   [ a a | b ]               packed, by rank:
     tensor 1   [ c | d d ]     <--->     [ a a c | b d d ]
 
-    A single tensor cut along its first dimension lies by rank as it is: its counts are its sizes.
+    A single tensor cut along its first dimension is packed as it is: its counts are its sizes.
     """
 
     dims: tuple[int, ...]
     sizes: tuple[tuple[int, ...], ...]
 
-    def by_rows(self, xs: Sequence[Tensor]) -> bool:
-        """Tell whether what travels is a single tensor as it is, counted in rows."""
-        if len(xs) > 1 or self.dims[0] != 0:
-            return False
-        return type(xs[0]) in _PLAIN and not is_dynamo_compiling()
+    def is_rows(self, xs: Sequence[Tensor]) -> bool:
+        """Tell whether a single tensor travels as it is, counted in rows."""
+        return len(xs) == 1 and self.dims[0] == 0
 
     def counts(self, xs: Sequence[Tensor]) -> Sequence[int]:
         """What belongs to each rank, all tensors together: elements, or rows of a single tensor."""
         if len(xs) == 1:
-            if self.by_rows(xs):
+            if self.is_rows(xs):
                 return self.sizes[0]
-            each = _others(xs[0], self.dims[0])
+            each = _elements_per_step(xs[0], self.dims[0])
             return [size * each for size in self.sizes[0]]
-        others = [_others(x, dim) for x, dim in zip(xs, self.dims, strict=True)]
+        steps = [_elements_per_step(x, dim) for x, dim in zip(xs, self.dims, strict=True)]
         by_rank = zip(*self.sizes, strict=True)
-        return [sum(s * o for s, o in zip(sizes, others, strict=True)) for sizes in by_rank]
+        return [sum(s * o for s, o in zip(sizes, steps, strict=True)) for sizes in by_rank]
 
     def shapes(self, xs: Sequence[Tensor], rank: int) -> list[list[int]]:
         """The shapes of one rank's blocks."""
@@ -135,61 +128,63 @@ class Cut:
             for x, dim, sizes in zip(xs, self.dims, self.sizes, strict=True)
         ]
 
-    def none(self, xs: Sequence[Tensor]) -> list[list[int]]:
+    def empty_shapes(self, xs: Sequence[Tensor]) -> list[list[int]]:
         """The shapes of empty blocks."""
         return [_with_length(x.shape, dim, 0) for x, dim in zip(xs, self.dims, strict=True)]
 
-    def of(self, which: Sequence[int]) -> Cut:
+    def select(self, numbers: Sequence[int]) -> Partition:
         """The same for some of the tensors, by number."""
-        if len(which) == len(self.dims):
+        if len(numbers) == len(self.dims):
             return self
-        return Cut(tuple(self.dims[i] for i in which), tuple(self.sizes[i] for i in which))
+        return Partition(
+            tuple(self.dims[i] for i in numbers), tuple(self.sizes[i] for i in numbers)
+        )
 
-    def own(self, xs: Sequence[Tensor], rank: int) -> list[Tensor]:
+    def own_blocks(self, xs: Sequence[Tensor], rank: int) -> list[Tensor]:
         """One rank's blocks, as views of the tensors."""
         return [
             x.narrow(dim, sum(sizes[:rank]), sizes[rank])
             for x, dim, sizes in zip(xs, self.dims, self.sizes, strict=True)
         ]
 
-    def pieces(self, xs: Sequence[Tensor]) -> Tensor:
+    def pack_own(self, xs: Sequence[Tensor]) -> Tensor:
         """One rank's blocks, as they lie among those of all ranks."""
-        return plain(xs[0]) if self.by_rows(xs) else together(xs)
+        return xs[0] if self.is_rows(xs) else pack_flat(xs)
 
-    def nothing(self, xs: Sequence[Tensor]) -> Tensor:
-        """No blocks at all, in the same way."""
-        return xs[0].new_empty((0, *xs[0].shape[1:])) if self.by_rows(xs) else nothing(xs)
+    def pack_none(self, xs: Sequence[Tensor]) -> Tensor:
+        """No blocks at all, packed in the same way."""
+        return xs[0].new_empty((0, *xs[0].shape[1:])) if self.is_rows(xs) else no_elements(xs)
 
-    def lay_out(self, xs: Sequence[Tensor]) -> Tensor:
-        """Cut the tensors and lay the blocks flat, rank after rank.
+    def pack_blocks(self, xs: Sequence[Tensor]) -> Tensor:
+        """Cut the tensors and pack the blocks, rank after rank.
 
         No copy for a single contiguous tensor cut along its first dimension.
         """
-        if self.by_rows(xs):
-            return plain(xs[0])
-        if len(xs) == 1 and self._in_order(xs[0]):
-            return _flat(plain(xs[0]))
+        if self.is_rows(xs):
+            return xs[0]
+        if len(xs) == 1 and self._is_in_order(xs[0]):
+            return _flat(real_memory(xs[0]))
         blocks = [
             x.split(list(sizes), dim)
             for x, sizes, dim in zip(xs, self.sizes, self.dims, strict=True)
         ]
         return torch.cat([b.reshape(-1) for of_rank in zip(*blocks, strict=True) for b in of_rank])
 
-    def join(self, flat: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Undo ``lay_out``; ``xs`` tell the other lengths.
+    def join(self, packed: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Undo ``pack_blocks``; ``xs`` tell the lengths of the other dimensions.
 
         No copy for a single tensor along its first dimension, one otherwise.
         """
-        if self.by_rows(xs):
-            return [flat]
-        if len(xs) == 1 and self._in_order(xs[0]):
-            return [_shaped(flat, _with_length(xs[0].shape, self.dims[0], sum(self.sizes[0])))]
+        if self.is_rows(xs):
+            return [packed]
+        if len(xs) == 1 and self._is_in_order(xs[0]):
+            return [_shaped(packed, _with_length(xs[0].shape, self.dims[0], sum(self.sizes[0])))]
         ranks = range(len(self.sizes[0]))
         shapes = [shape for rank in ranks for shape in self.shapes(xs, rank)]
-        blocks = apart(flat, shapes)
+        blocks = unpack(packed, shapes)
         return [torch.cat(blocks[i :: len(xs)], dim) for i, dim in enumerate(self.dims)]
 
-    def _in_order(self, x: Tensor) -> bool:
+    def _is_in_order(self, x: Tensor) -> bool:
         """Tell whether the blocks of the first tensor lie one after another in it as it is."""
         dim = self.dims[0]
         if dim == 0 or prod(x.shape[:dim]) == 1:
@@ -205,12 +200,12 @@ def _shaped(flat: Tensor, shape: Sequence[int]) -> Tensor:
     return flat if flat.dim() == len(shape) else flat.view(shape)
 
 
-def _others(x: Tensor, dim: int) -> int:
+def _elements_per_step(x: Tensor, dim: int) -> int:
     """How many elements there are for each step along ``dim``."""
     shape = x.shape
     if len(shape) == 1:
         return 1
-    length = shape[dim]  # dividing is quicker than multiplying all others
+    length = shape[dim]  # dividing is faster than multiplying all others
     return x.numel() // length if length else prod(shape[:dim]) * prod(shape[dim + 1 :])
 
 

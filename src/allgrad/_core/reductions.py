@@ -1,14 +1,14 @@
-"""One table of reductions: the name, the wire's name, and what each does to stacked pieces.
+"""One table of reductions: the name, torch's name, and what each does to stacked pieces.
 
-``sum`` and ``mean`` are linear: the wire adds, and their derivative is an adjoint. The others are
-nonlinear: the pieces are brought together and torch itself reduces them, so that values (NaN
-included) and derivatives (ties, zeros) are torch's own, to any order and in every mode.
+``sum`` and ``mean`` are linear: the backend adds, and their derivative is an adjoint. The others
+are nonlinear: the pieces are gathered and torch itself reduces them, so that values (NaN included)
+and derivatives (ties, zeros) are torch's own, to any order and in every mode.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["REDUCTIONS", "Op", "Reduction", "find"]
-
-Op = Literal["sum", "mean", "prod", "min", "max", "logsumexp"]
+__all__ = ["REDUCTIONS", "Reduction", "find"]
 
 
 @dataclass(frozen=True, slots=True)

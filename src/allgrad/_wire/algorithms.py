@@ -1,150 +1,313 @@
-"""Which calls move the bytes, by backend, operation, size and world: measured facts, one table.
+"""Which algorithm moves the bytes: one table, measured, with the limits and the cost of each entry.
 
-The wire asks here and does what it is told. Every answer depends only on what all ranks know
-alike (the counts by rank and the dtype), so that all of them take the same way.
+The first entry of an operation whose limit holds is taken. A limit may depend only on what every
+rank knows (a ``Situation``), so that all ranks take the same algorithm.
 
-Gloo's own calls take up to five times as long as these ways, on the host. Small messages take few
-steps, larger ones keep every rank at work; the limits are where that was best, or nearly so, both
-with 4 ranks on 2 cores and with a core for every rank:
+Gloo's own calls take up to five times as long as the algorithms here, on the host. Small messages
+take few steps; larger ones keep every rank at work. The limits are where that was best, or nearly
+so, both with 4 ranks on 2 cores and with a core for every rank. With two ranks, only all_reduce
+uses the star, and broadcast is never chunked. Gloo sends point to point only from host memory.
+NCCL, and backends that were not measured, get their own call where it takes the sizes.
 
-| to do | small | larger |
-|---|---|---|
-| all_reduce | up to 256 KiB, of two ranks 4 MiB, ``hub``: to one rank, which sends everyone the sum | ``shares``: each rank adds up one, and sends it to all |
-| all_gather | up to 64 KiB in all, ``hub``, or ``copies`` between two: one all_to_all | ``pairs``: peer to peer, all at once |
-| reduce_scatter | up to 64 KiB in all, ``hub``; blocks up to 128 KiB, ``exchange``: one all_to_all, then add | ``pairs``, added as they come |
-| all_to_all, equal | up to 64 KiB in all, ``hub``, or ``backend`` between two; blocks up to 128 KiB, ``turns``: to lower ranks, then to higher | ``pairs`` |
-| broadcast | up to 4 MiB in all, ``sends``: to every peer at once | ``shares``: one to each peer, who pass them on |
-| reduce | up to 4 MiB in all, ``sends``: peer by peer, added as they come | ``shares``: each peer adds up one |
-
-Of two ranks nothing else goes by a hub, and no broadcast in shares.
-``copies``, ``exchange`` and the hub take memory for all peers' pieces at once, what is added as it comes
-for 8 MiB of them. Gloo sends from peer to peer only what lies on the host; a GPU's tensors go by
-``copies`` or ``broadcasts`` (one for each rank, into the result), ``exchange``, ``backend``, and ``gather``: all to
-dst, then add. NCCL, and backends that were not measured, get their own call where it takes the sizes.
-For experiments, ``with plans.using(all_gather="broadcasts"):`` takes one way whatever the table says.
+For experiments, ``with algorithms.using(all_gather="broadcasts"):`` takes one whatever the limits.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from allgrad._core.partition import even
+from allgrad._wire import eager
+from allgrad._wire import point_to_point as p2p
+from allgrad._wire.groups import Backend
 from allgrad.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator
 
-__all__ = [
-    "WAYS",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "reduce_scatter",
-    "using",
-]
+    from torch import Tensor
 
-# Bytes: of one rank's piece, of one block between two ranks, or of all ranks together.
-COPIES_UP_TO = SUM_AT_HUB_UP_TO = 256 * 1024
-EXCHANGE_UP_TO = 128 * 1024  # a block
-SUM_OF_TWO_UP_TO = 4 * 1024 * 1024
-HUB_UP_TO, SENDS_UP_TO = 64 * 1024, 4 * 1024 * 1024  # all together
-WAYS = {
-    "all_gather": ("hub", "copies", "pairs", "broadcasts", "backend", "backend_list"),
-    "reduce_scatter": ("hub", "exchange", "pairs", "backend", "backend_list"),
-    "all_reduce": ("hub", "shares", "backend"),
-    "all_to_all": ("hub", "turns", "pairs", "backend"),
-    "reduce": ("sends", "shares", "gather", "backend"),
-    "broadcast": ("sends", "shares", "backend"),
+    from allgrad._wire.calls import Call
+
+__all__ = ["TABLE", "Algorithm", "Cost", "Situation", "choose", "using"]
+
+KiB, MiB = 1024, 1024 * 1024
+# Limits in bytes.
+STAR_TOTAL = 64 * KiB  # of all ranks together
+STAR_SUM = COPIES_PIECE = 256 * KiB  # of one rank's piece
+STAR_SUM_OF_TWO = 4 * MiB
+EXCHANGE_BLOCK = 128 * KiB  # between two ranks
+LINEAR_TOTAL = 4 * MiB
+
+
+class Situation(NamedTuple):
+    """What an algorithm may depend on; the same on every rank.
+
+    ``piece``: bytes of the largest piece (of reduce_scatter: of the largest block of the result).
+    ``total``: bytes of all pieces together. ``equal``: all have one size. ``can_add``: the
+    backend knows how to add the dtype.
+    """
+
+    operation: str
+    backend: Backend
+    on_host: bool
+    ranks: int
+    piece: int
+    total: int
+    equal: bool = True
+    can_add: bool = True
+
+    @property
+    def gloo(self) -> bool:
+        """Gloo, tensors on the host: where point-to-point messages pay."""
+        return self.backend is Backend.GLOO and self.on_host
+
+    @property
+    def gloo_device(self) -> bool:
+        """Gloo, tensors on a device: Gloo copies them through the host."""
+        return self.backend is Backend.GLOO and not self.on_host
+
+
+class Cost(NamedTuple):
+    """What the busiest rank does: messages that follow one another, bytes sent and received."""
+
+    steps: float
+    nbytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One way to run an operation: its function, where it is used, and what it costs there."""
+
+    name: str
+    run: Callable[..., Tensor]
+    limit: Callable[[Situation], bool]
+    cost: Callable[[Situation], Cost]
+
+
+def _all_reduce_in_two_steps(call: Call, x: Tensor, *_: Any) -> Tensor:
+    """For dtypes that the backend cannot add: reduce_scatter, then all_gather."""
+    counts, row = even(x.numel(), call.size), x.element_size()
+    sizes = counts[0] * row, x.nbytes, len(set(counts)) == 1
+    about = call.group.backend(x.device), x.is_cpu, call.size, *sizes, False
+    own = choose(Situation("reduce_scatter", *about)).run(call, x.view(-1), counts)
+    return choose(Situation("all_gather", *about)).run(call, own, counts).view(x.shape)
+
+
+def _always(_: Situation) -> bool:
+    return True
+
+
+def _small(s: Situation) -> bool:
+    return s.gloo and s.ranks > 2 and s.total <= STAR_TOTAL
+
+
+def _linear(s: Situation) -> bool:
+    return s.gloo and (s.ranks == 2 or s.total <= LINEAR_TOTAL)
+
+
+def _ring(s: Situation, rounds: int = 1) -> Cost:
+    return Cost(rounds * (s.ranks - 1), 2 * rounds * s.total * (1 - 1 / s.ranks))
+
+
+def _exchange(s: Situation) -> Cost:
+    """An all_to_all of this rank's memory, of which its own block stays."""
+    return Cost(1, 2 * s.piece * (1 - 1 / s.ranks))
+
+
+TABLE: dict[str, tuple[Algorithm, ...]] = {
+    "all_reduce": (
+        Algorithm(
+            "two_steps",
+            _all_reduce_in_two_steps,
+            lambda s: not s.can_add,
+            lambda s: Cost(2, 4 * s.piece * (1 - 1 / s.ranks)),
+        ),
+        Algorithm(
+            "star",
+            p2p.star_all_reduce,
+            lambda s: s.gloo and s.piece <= (STAR_SUM_OF_TWO if s.ranks == 2 else STAR_SUM),
+            lambda s: Cost(2, 2 * (s.ranks - 1) * s.piece),
+        ),
+        Algorithm(
+            "chunked",
+            p2p.chunked_all_reduce,
+            lambda s: s.gloo,
+            lambda s: Cost(2, 4 * s.piece * (1 - 1 / s.ranks)),
+        ),
+        Algorithm(
+            "backend",
+            eager.all_reduce,
+            _always,
+            lambda s: Cost(2 * (s.ranks - 1), 4 * s.piece * (1 - 1 / s.ranks)),
+        ),
+    ),
+    "all_gather": (
+        Algorithm(
+            "star",
+            p2p.star_all_gather,
+            _small,
+            lambda s: Cost(2, (s.ranks - 1) * (s.total + s.total / s.ranks)),
+        ),
+        Algorithm(
+            "copies",
+            eager.all_gather_by_copies,
+            lambda s: (
+                (s.gloo and s.total <= STAR_TOTAL) or (s.gloo_device and s.piece <= COPIES_PIECE)
+            ),
+            lambda s: Cost(1, 2 * (s.ranks - 1) * s.piece),
+        ),
+        Algorithm(
+            "pairwise",
+            p2p.pairwise_all_gather,
+            lambda s: s.gloo,
+            lambda s: Cost(1, 2 * (s.ranks - 1) * s.piece),
+        ),
+        Algorithm(
+            "backend",
+            eager.all_gather,
+            lambda s: s.equal and s.backend is not Backend.GLOO,
+            _ring,
+        ),
+        Algorithm(
+            "backend_list",
+            eager.all_gather_list,
+            lambda s: s.backend is Backend.NCCL,
+            lambda s: Cost(s.ranks, 2 * s.total),
+        ),
+        Algorithm(
+            "broadcasts",
+            eager.all_gather_by_broadcasts,
+            _always,
+            lambda s: Cost(s.ranks, 2 * s.total),
+        ),
+    ),
+    "reduce_scatter": (
+        Algorithm(
+            "star",
+            p2p.star_reduce_scatter,
+            _small,
+            lambda s: Cost(2, (s.ranks - 1) * (s.total + s.total / s.ranks)),
+        ),
+        Algorithm(
+            "pairwise",
+            p2p.pairwise_reduce_scatter,
+            lambda s: s.gloo and s.piece > EXCHANGE_BLOCK,
+            lambda s: Cost(1, 2 * (s.ranks - 1) * s.piece),
+        ),
+        Algorithm(
+            "exchange",
+            eager.reduce_scatter_by_exchange,
+            lambda s: (
+                s.backend is Backend.GLOO
+                or not s.can_add
+                or not (s.equal or s.backend is Backend.NCCL)
+            ),
+            lambda s: Cost(1, 2 * (s.ranks - 1) * s.piece),
+        ),
+        Algorithm("backend", eager.reduce_scatter, lambda s: s.equal, _ring),
+        Algorithm(
+            "backend_list",
+            eager.reduce_scatter_list,
+            _always,
+            lambda s: Cost(s.ranks, 2 * s.total),
+        ),
+    ),
+    "all_to_all": (
+        Algorithm(
+            "star",
+            p2p.star_all_to_all,
+            lambda s: s.equal and _small(s),
+            lambda s: Cost(2, 2 * (s.ranks - 1) * s.piece),
+        ),
+        Algorithm(
+            "pairwise_in_turns",
+            p2p.pairwise_in_turns,
+            lambda s: (
+                s.equal and s.gloo and s.total > STAR_TOTAL and s.piece <= s.ranks * EXCHANGE_BLOCK
+            ),
+            lambda s: Cost(2, 2 * s.piece * (1 - 1 / s.ranks)),
+        ),
+        Algorithm(
+            "pairwise",
+            p2p.pairwise_all_to_all,
+            lambda s: s.equal and s.gloo and s.total > STAR_TOTAL,
+            _exchange,
+        ),
+        Algorithm("backend", eager.all_to_all, _always, _exchange),
+    ),
+    "broadcast": (
+        Algorithm(
+            "linear",
+            p2p.linear_broadcast,
+            _linear,
+            lambda s: Cost(1, (s.ranks - 1) * s.piece),
+        ),
+        Algorithm(
+            "chunked",
+            p2p.chunked_broadcast,
+            lambda s: s.gloo,
+            lambda s: Cost(2, s.piece * (1 + (s.ranks - 2) / (s.ranks - 1))),
+        ),
+        Algorithm("backend", eager.broadcast, _always, lambda s: Cost(s.ranks - 1, 2 * s.piece)),
+    ),
+    "reduce": (
+        Algorithm("linear", p2p.linear_reduce, _linear, lambda s: Cost(1, (s.ranks - 1) * s.piece)),
+        Algorithm(
+            "chunked",
+            p2p.chunked_reduce,
+            lambda s: s.gloo,
+            lambda s: Cost(2, s.piece * (1 + (s.ranks - 2) / (s.ranks - 1))),
+        ),
+        Algorithm(
+            "gather",
+            eager.reduce_by_gather,
+            lambda s: s.backend is Backend.GLOO or not s.can_add,
+            lambda s: Cost(1, (s.ranks - 1) * s.piece),
+        ),
+        Algorithm("backend", eager.reduce, _always, lambda s: Cost(s.ranks - 1, 2 * s.piece)),
+    ),
 }
-_chosen: dict[str, str] = {}
+
+_forced: dict[str, Algorithm] = {}
+
+
+@lru_cache(maxsize=4096)
+def choose(s: Situation) -> Algorithm:
+    """The algorithm for a situation."""
+    forced = _forced.get(s.operation)
+    if forced is not None:
+        return forced
+    return next(entry for entry in TABLE[s.operation] if entry.limit(s))
 
 
 @contextlib.contextmanager
-def using(**ways: str) -> Generator[None]:
-    """Within this block, on every rank alike, move bytes these ways: ``using(reduce="sends")``.
+def using(**names: str) -> Generator[None]:
+    """Within this block, on every rank alike, take these algorithms: ``using(reduce="linear")``.
 
-    A way may ask more than the table's choice would: ``backend`` takes equal counts only.
+    One may ask more than the table does: ``backend`` takes equal counts only.
     """
-    for operation, way in ways.items():
-        if way not in WAYS.get(operation, ()):
-            known = "; ".join(f"{name}: {', '.join(found)}" for name, found in WAYS.items())
-            raise InputError(f"plans.using: {operation} has no way {way!r}.\nThere are {known}.")
-    before = dict(_chosen)
-    _chosen.update(ways)
+    before = dict(_forced)
+    for operation, name in names.items():
+        found = {entry.name: entry for entry in TABLE.get(operation, ())}
+        if name not in found:
+            known = "; ".join(
+                f"{one}: {', '.join(entry.name for entry in entries)}"
+                for one, entries in TABLE.items()
+            )
+            _forced.clear()
+            _forced.update(before)
+            raise InputError(
+                f"algorithms.using: {operation} has no algorithm {name!r}.\nThere are {known}."
+            )
+        _forced[operation] = found[name]
+    choose.cache_clear()
     try:
         yield
     finally:
-        _chosen.clear()
-        _chosen.update(before)
-
-
-def all_gather(backend: str, counts: Sequence[int], row: int, *, on_host: bool) -> str:
-    """``hub`` | ``copies`` | ``pairs`` | ``broadcasts`` | ``backend`` | ``backend_list``."""
-    if chosen := _chosen.get("all_gather"):
-        return chosen
-    if backend == "gloo":
-        if not on_host:
-            return "copies" if max(counts) * row <= COPIES_UP_TO else "broadcasts"
-        if sum(counts) * row > HUB_UP_TO:
-            return "pairs"
-        return "hub" if len(counts) > 2 else "copies"
-    if len(set(counts)) == 1:
-        return "backend"
-    return "backend_list" if backend == "nccl" else "broadcasts"
-
-
-def reduce_scatter(backend: str, counts: Sequence[int], row: int, *, on_host: bool) -> str:
-    """``hub`` | ``exchange`` | ``pairs`` | ``backend`` | ``backend_list``."""
-    if chosen := _chosen.get("reduce_scatter"):
-        return chosen
-    if backend == "gloo":
-        if on_host and len(counts) > 2 and sum(counts) * row <= HUB_UP_TO:
-            return "hub"
-        small = max(counts) * row <= EXCHANGE_UP_TO
-        return "exchange" if small or not on_host else "pairs"
-    if len(set(counts)) == 1:
-        return "backend"
-    return "backend_list" if backend == "nccl" else "exchange"
-
-
-def all_reduce(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
-    """``hub`` | ``shares`` | ``backend``."""
-    if chosen := _chosen.get("all_reduce"):
-        return chosen
-    if backend != "gloo" or not on_host:
-        return "backend"
-    small = SUM_OF_TWO_UP_TO if ranks == 2 else SUM_AT_HUB_UP_TO
-    return "hub" if nbytes <= small else "shares"
-
-
-def all_to_all(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
-    """``hub`` | ``turns`` | ``pairs`` | ``backend``, for blocks of one size between all ranks, known to be so."""
-    if chosen := _chosen.get("all_to_all"):
-        return chosen
-    if backend != "gloo" or not on_host:
-        return "backend"
-    if ranks * nbytes <= HUB_UP_TO:
-        return "hub" if ranks > 2 else "backend"
-    return "turns" if nbytes <= ranks * EXCHANGE_UP_TO else "pairs"
-
-
-def reduce(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
-    """``sends`` | ``shares`` | ``gather`` | ``backend``."""
-    if chosen := _chosen.get("reduce"):
-        return chosen
-    if backend != "gloo":
-        return "backend"
-    if not on_host:
-        return "gather"
-    return "sends" if ranks == 2 or ranks * nbytes <= SENDS_UP_TO else "shares"
-
-
-def broadcast(backend: str, ranks: int, nbytes: int, *, on_host: bool) -> str:
-    """``sends`` | ``shares`` | ``backend``."""
-    if chosen := _chosen.get("broadcast"):
-        return chosen
-    if backend != "gloo" or not on_host:
-        return "backend"
-    return "sends" if ranks == 2 or ranks * nbytes <= SENDS_UP_TO else "shares"
+        _forced.clear()
+        _forced.update(before)
+        choose.cache_clear()

@@ -1,20 +1,9 @@
 """Checked mode: before each wire call the ranks agree on what they are about to do.
 
-Each rank sends every other one message of fixed, versioned layout, whose length depends on the
-number of ranks alone, so that it arrives whatever the ranks disagree on. In words of 64 bits:
-
-    word  0          layout version
-          1          how many calls this rank has made on this group
-          2          the wire call's number, or 0 for "I ended with an error"
-          3          dtype's number
-          4          elements, where all ranks have as many
-          5          src or dst, + 1
-          6, 7       bytes of the two texts
-          8 - 71     the call: its name and facts, or the error
-         72 - 135    where in the program
-        136 - ...    counts sent to each rank, then received from each
-
-Nothing received is ever unpickled or evaluated.
+Each rank sends every other one message, whose length depends on the number of ranks alone, so that
+it arrives whatever the ranks disagree on. Behind the codec's header it has: how many calls this
+rank has made on this group, the operation (or "raised"), dtype, elements, src or dst + 1, the call
+with its details, the line of the program, counts sent to each rank, counts received from each.
 """
 
 from __future__ import annotations
@@ -23,38 +12,40 @@ import contextlib
 import os
 import threading
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allgrad._core import call_queue as departures
-from allgrad._wire import deadline as waiting
+from allgrad._core import call_queue
+from allgrad._wire import diagnosis, eager
 from allgrad._wire import primitives as wire
-from allgrad._wire.groups import call_site, describe_calls
-from allgrad._wire.handshake import DTYPES, text_fitting, text_of, text_words
-from allgrad.errors import AllgradError, CollectiveMismatch, rank_table
+from allgrad._wire.calls import call_site, describe_calls
+from allgrad._wire.codec import DTYPES, Reader, Writer
+from allgrad.errors import CollectiveMismatch, rank_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from allgrad._wire.primitives import Group, Planned
+    from allgrad._wire.calls import Call
+    from allgrad._wire.primitives import WireCall
 
-__all__ = ["Intent", "checked", "is_checking", "tell_failure"]
+__all__ = ["CallSpec", "checked", "is_checking", "report_failure"]
 
-VERSION = 1
-_TEXT_WORDS = 64
-_FIXED = 8
-_HEAD = _FIXED + 2 * _TEXT_WORDS
-_OPS = ("raised", "all_reduce", "broadcast", "reduce", "all_to_all", "all_gather", "reduce_scatter")
+_TEXT = 512  # bytes of each text at most
+_OPERATIONS = (
+    *("raised", "all_reduce", "broadcast", "reduce"),
+    *("all_to_all", "all_gather", "reduce_scatter"),
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Intent:
+class CallSpec:
     """What one rank is about to do."""
 
     number: int
-    op: str
+    operation: str
     dtype: torch.dtype
     elements: int
     root: int
@@ -63,63 +54,52 @@ class Intent:
     send: tuple[int, ...]
     receive: tuple[int, ...]
 
+    @staticmethod
+    def words(ranks: int) -> int:
+        """How long a message is."""
+        return 9 + 2 * _TEXT // 8 + 2 * ranks
+
     def encode(self, ranks: int) -> list[int]:
-        call = text_fitting(self.call, _TEXT_WORDS * 8)
-        site = text_fitting(self.site, _TEXT_WORDS * 8)
-        fixed = [VERSION, self.number, _OPS.index(self.op), DTYPES.index(self.dtype)]
-        fixed += [self.elements, self.root + 1, len(call), len(site)]
-        texts = [*text_words(call, _TEXT_WORDS), *text_words(site, _TEXT_WORDS)]
-        counts = [*(self.send or (0,) * ranks), *(self.receive or (0,) * ranks)]
-        return [*fixed, *texts, *counts]
+        writer = Writer("check")
+        writer.number(self.number)
+        writer.choice(self.operation, _OPERATIONS)
+        writer.dtype(self.dtype)
+        writer.number(self.elements, self.root + 1)
+        writer.number(*(self.send or (0,) * ranks), *(self.receive or (0,) * ranks))
+        writer.text(self.call, _TEXT)
+        writer.text(self.site, _TEXT)
+        return writer.padded(self.words(ranks))
 
     @staticmethod
-    def decode(words: Sequence[int], ranks: int) -> Intent:
+    def decode(words: Sequence[int], ranks: int, sender: int) -> CallSpec:
         """Read what ``encode`` wrote, checking every number before it is used."""
-        if len(words) != _HEAD + 2 * ranks:
-            raise AllgradError(f"A check of {len(words)} words came; expected {_HEAD + 2 * ranks}.")
-        version, number, op, dtype, elements, root, call, site = words[:_FIXED]
-        if version != VERSION:
-            raise AllgradError(
-                f"A rank speaks version {version} of this check, this one {VERSION}.\n"
-                "Check calls on every rank or on none, with the same allgrad."
-            )
-        counts = words[_HEAD:]
-        if (
-            number < 0
-            or not 0 <= op < len(_OPS)
-            or not 0 <= dtype < len(DTYPES)
-            or elements < 0
-            or not 0 <= root <= ranks
-            or not 0 <= call <= _TEXT_WORDS * 8
-            or not 0 <= site <= _TEXT_WORDS * 8
-            or any(count < 0 for count in counts)
-        ):
-            raise AllgradError("A check from another rank is garbled: a number is out of range.")
-        return Intent(
-            number,
-            _OPS[op],
-            DTYPES[dtype],
-            elements,
-            root - 1,
-            text_of(words[_FIXED : _FIXED + _TEXT_WORDS], call),
-            text_of(words[_FIXED + _TEXT_WORDS : _HEAD], site),
-            tuple(counts[:ranks]),
-            tuple(counts[ranks:]),
-        )
+        reader = Reader(words, "check", sender)
+        number, operation = reader.number(), reader.choice(_OPERATIONS)
+        dtype = DTYPES[reader.number(0, len(DTYPES) - 1)]
+        elements, root = reader.number(), reader.number(0, ranks) - 1
+        send, receive = reader.numbers(ranks), reader.numbers(ranks)
+        call, site = reader.text(_TEXT), reader.text(_TEXT)
+        return CallSpec(number, operation, dtype, elements, root, call, site, send, receive)
 
     def __str__(self) -> str:
         return f"{self.call}   {self.site}"
 
 
 class _State:
-    """Who wants checks, and how many calls each group has seen."""
+    """How many blocks want checks, and how many calls each group has seen."""
 
     def __init__(self) -> None:
         self.depth = 0
         self.compare_sites = True
         self.calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        # Calls from several threads keep their checks and their data together.
-        self.lock = threading.RLock()
+        # A check and its call stay together when several threads use one group. Threads with
+        # groups of their own must not wait for each other (test_threads_with_their_own_groups).
+        self.locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+        self.guard = threading.Lock()
+
+    def lock(self, call: Call) -> threading.RLock:
+        with self.guard:
+            return self.locks.setdefault(call.group, threading.RLock())
 
 
 _STATE = _State()
@@ -158,90 +138,96 @@ def _switch(*, on: bool) -> None:
     wire.watch(_agree_first if _STATE.depth else None)
 
 
-if os.environ.get("ALLGRAD_CHECK", "0") not in {"", "0"}:
-    _switch(on=True)
-
-
 @contextlib.contextmanager
-def _agree_first(group: Group, planned: Planned) -> Generator[None]:
-    with _STATE.lock:
-        in_backward = departures.in_backward()
+def _agree_first(call: Call, planned: WireCall) -> Generator[None]:
+    with _STATE.lock(call):
+        in_backward = call_queue.in_backward()
         now = call_site()
-        site = f"{group.site}, from {now}" if in_backward and now != group.site else group.site
-        call = f"{group.call}({group.facts})"
-        mine = Intent(
-            _STATE.calls.get(group.process_group, 0),
-            planned.op,
+        site = f"{call.site}, from {now}" if in_backward and now != call.site else call.site
+        text = f"{call.name}({call.details})"
+        mine = CallSpec(
+            _STATE.calls.get(call.group, 0),
+            planned.operation,
             planned.dtype,
             planned.elements,
             planned.root,
-            f"backward of collective {group.serial}, {call}" if in_backward else call,
+            f"backward of collective {call.serial}, {text}" if in_backward else text,
             site or now,
             tuple(planned.send),
             tuple(planned.receive),
         )
-        _agree(group, mine, planned.device)
+        _agree(call, mine, planned.device)
         yield
 
 
-def tell_failure(group: Group, error: BaseException) -> None:
+def report_failure(call: Call, error: BaseException) -> None:
     """Answer the other ranks' next check with the error that ended this one."""
     text = f"{type(error).__name__}: {error}"
-    number = _STATE.calls.get(group.process_group, 0)
-    mine = Intent(number, "raised", torch.int64, 0, -1, text, call_site(), (), ())
-    with _STATE.lock:
-        _agree(group, mine, torch.device("cpu"))
+    number = _STATE.calls.get(call.group, 0)
+    mine = CallSpec(number, "raised", torch.int64, 0, -1, text, call_site(), (), ())
+    with _STATE.lock(call):
+        _agree(call, mine, torch.device("cpu"))
 
 
-def _agree(group: Group, mine: Intent, device: torch.device) -> None:
-    words = mine.encode(group.size)
-    each = [len(words)] * group.size
-    heard = wire.send_words(group, words * group.size, each, each, device)
-    rows = [heard[i : i + len(words)] for i in range(0, len(heard), len(words))]
-    intents = [Intent.decode(row, group.size) for row in rows]
-    _STATE.calls[group.process_group] = max(intent.number for intent in intents) + 1
-    raised = [rank for rank, intent in enumerate(intents) if intent.op == "raised"]
+def _agree(call: Call, mine: CallSpec, device: torch.device) -> None:
+    length = CallSpec.words(call.size)
+    row = torch.tensor(mine.encode(call.size), dtype=torch.int64)
+    rows = row.repeat(call.size).to(call.group.message_device(device))
+    heard = eager.all_to_all_equal(call, rows).tolist()
+    specs = [
+        CallSpec.decode(heard[rank * length : (rank + 1) * length], call.size, rank)
+        for rank in range(call.size)
+    ]
+    _STATE.calls[call.group] = max(spec.number for spec in specs) + 1
+    raised = [rank for rank, spec in enumerate(specs) if spec.operation == "raised"]
     if raised:
-        if mine.op != "raised":
-            raise waiting.raised_on(group, raised[0], intents[raised[0]].call)
+        if mine.operation != "raised":
+            raise diagnosis.raised_on(call, raised[0], specs[raised[0]].call)
         return
-    _compare(group, intents)
-    for rank, intent in enumerate(intents):
-        waiting.remember(group, rank, str(intent))
+    _compare(call, specs)
+    diagnosis.remember_agreed(call, [str(spec) for spec in specs])
 
 
-def _compare(group: Group, intents: list[Intent]) -> None:
-    def differing(what: Callable[[Intent], object], how: str) -> dict[int, str]:
-        values = [what(intent) for intent in intents]
-        usual = max(values, key=values.count)
-        return {rank: how for rank, value in enumerate(values) if value != usual}
+_COMPARED: tuple[tuple[Callable[[CallSpec], object], str], ...] = (
+    (lambda s: s.number, "has made another number of calls"),
+    (lambda s: s.operation, "another call"),
+    (lambda s: s.call, "another call"),
+    (lambda s: s.dtype, "another dtype"),
+    (lambda s: s.root, "another src or dst"),
+    (lambda s: s.elements, "another shape"),
+    (lambda s: s.send if s.operation in {"all_gather", "reduce_scatter"} else (), "other sizes"),
+    (lambda s: s.site if _STATE.compare_sites else "", "another line"),
+)
 
-    marks: dict[int, str] = {}
-    for what, how in (
-        (lambda i: i.number, "has made another number of calls"),
-        (lambda i: i.op, "another call"),
-        (lambda i: i.call, "another call"),
-        (lambda i: i.dtype, "another dtype"),
-        (lambda i: i.root, "another src or dst"),
-        (lambda i: i.elements, "another shape"),
-        (lambda i: i.send if i.op in {"all_gather", "reduce_scatter"} else (), "other sizes"),
-        (lambda i: i.site if _STATE.compare_sites else "", "another line"),
-    ):
-        marks = marks or differing(what, how)
-    if not marks:
+
+def _compare(call: Call, specs: list[CallSpec]) -> None:
+    for value, words in _COMPARED:
+        values = [value(spec) for spec in specs]
+        if any(one != values[0] for one in values):
+            usual = Counter(values).most_common(1)[0][0]
+            odd = {rank: words for rank, one in enumerate(values) if one != usual}
+            raise _mismatch(call, specs, odd)
+    if specs[0].operation == "all_to_all":
         marks = {
-            b: f"expects {intents[b].receive[a]} from rank {a}, which sends {intents[a].send[b]}"
-            for a in range(len(intents))
-            for b in range(len(intents))
-            if intents[a].op == "all_to_all" and intents[a].send[b] != intents[b].receive[a]
+            b: f"expects {specs[b].receive[a]} from rank {a}, which sends {specs[a].send[b]}"
+            for a in range(len(specs))
+            for b in range(len(specs))
+            if specs[a].send[b] != specs[b].receive[a]
         }
-    if marks:
-        rows = [f"call {intent.number}: {intent}" for intent in intents]
-        raise CollectiveMismatch(
-            rank_table(
-                f"{group.call}: the ranks were about to do different things; nothing was sent.",
-                rows,
-                marks,
-                "Make every rank of the group call the same collectives in the same order.",
-            )
+        if marks:
+            raise _mismatch(call, specs, marks)
+
+
+def _mismatch(call: Call, specs: Sequence[CallSpec], marks: dict[int, str]) -> CollectiveMismatch:
+    return CollectiveMismatch(
+        rank_table(
+            f"{call.name}: the ranks were about to do different things; nothing was sent.",
+            [f"call {spec.number}: {spec}" for spec in specs],
+            marks,
+            "Make every rank of the group call the same collectives in the same order.",
         )
+    )
+
+
+if os.environ.get("ALLGRAD_CHECK", "0") not in {"", "0"}:
+    _switch(on=True)

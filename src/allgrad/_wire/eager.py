@@ -1,6 +1,7 @@
-"""How bytes are moved: every call of the wire, in the ways that ``plans`` chooses from.
+"""The backend's own calls into a process group, and algorithms made of them.
 
-Here is real memory among several ranks. What the calls mean is said in ``wire``.
+Each function is one entry of ``algorithms.TABLE``: several ranks, contiguous memory in, new memory
+out. What the operations mean is said in ``primitives``.
 """
 
 from __future__ import annotations
@@ -13,36 +14,41 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from allgrad._core.partition import even
-from allgrad._wire import algorithms as plans
-from allgrad._wire import deadline as waiting
-from allgrad._wire import point_to_point as peers
+from allgrad._wire import deadline, diagnosis
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from allgrad._wire.groups import Group
+    from allgrad._wire.calls import Call
 
 __all__ = [
+    "CAN_ADD",
     "all_gather",
+    "all_gather_by_broadcasts",
+    "all_gather_by_copies",
+    "all_gather_list",
     "all_reduce",
     "all_to_all",
+    "all_to_all_equal",
     "broadcast",
     "overwrite",
     "reduce",
+    "reduce_by_gather",
     "reduce_scatter",
+    "reduce_scatter_by_exchange",
+    "reduce_scatter_list",
     "start_overwriting",
 ]
 
-_KNOWN_TO_BACKENDS = frozenset(
+_CAN_MOVE = frozenset(
     {
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
         *(torch.int8, torch.uint8, torch.int32, torch.int64),
     }
 )
-_SUMMED_BY_BACKENDS = _KNOWN_TO_BACKENDS | {torch.complex64, torch.complex128}
+CAN_ADD = _CAN_MOVE | {torch.complex64, torch.complex128}
 _NO_COUNTS: list[int] = []
 
 
@@ -54,8 +60,8 @@ def _options(kind: Any) -> tuple[Any, Any]:
     return both
 
 
-# The calls that small messages take go to the process group itself: on the way through
-# torch.distributed's functions they would spend half of their time.
+# Small messages go to the process group itself: torch.distributed's functions would take half of
+# their time.
 _SUMS, _EXCHANGES = _options(dist.AllreduceOptions), _options(dist.AllToAllOptions)
 
 
@@ -68,258 +74,221 @@ def _broadcasts(src: int) -> tuple[Any, Any]:
 
 
 # Renamed in torch 2.13, where the old names warn.
-_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_reduce(group: Group, x: Tensor, scratch: bool = False) -> Tensor:
-    way = plans.all_reduce(group.backend(x.device), group.size, x.nbytes, on_host=x.is_cpu)
-    if x.dtype not in _SUMMED_BY_BACKENDS:
-        counts = even(x.numel(), group.size)
-        own = reduce_scatter(group, x.view(-1), counts)
-        return all_gather(group, own, counts).view(x.shape)
-    if way == "shares":
-        return peers.add_up(group, x, x if scratch else torch.empty_like(x))
-    if way == "hub":
-        if group.size == 2:
-            return peers.meet(group, x)
-        if group.rank != peers.HUB:
-            return peers.ask(group, x, torch.empty_like(x))
-        pieces = x.new_empty((group.size, *x.shape))
-        peers.hear(group, x, pieces.unbind())
-        total = pieces.sum(0, dtype=x.dtype)
-        peers.answer(group, [total] * group.size)
-        return total
+# ---- all_reduce ------------------------------------------------------------------------------
+
+
+def all_reduce(call: Call, x: Tensor, scratch: bool = False) -> Tensor:
     out = x if scratch else x.clone()
     summed = [torch.view_as_real(out) if x.is_complex() else out]
-    _call(group, "allreduce", _SUMS, summed)
+    _call(call, "allreduce", _SUMS, summed)
     return out
 
 
-def broadcast(group: Group, x: Tensor, src: int) -> Tensor:
-    backend = group.backend(x.device)
-    way = plans.broadcast(backend, group.size, x.nbytes, on_host=x.is_cpu)
-    if way == "sends":
-        return peers.send_out(group, x, src)
-    if way == "shares":
-        return peers.share_out(group, x, src)
-    return overwrite(group, x.clone() if group.rank == src else torch.empty_like(x), src)
+# ---- broadcast, reduce -----------------------------------------------------------------------
 
 
-def overwrite(group: Group, x: Tensor, src: int) -> Tensor:
-    _call(group, "broadcast", _broadcasts(src), [_moved(x)])
+def broadcast(call: Call, x: Tensor, src: int) -> Tensor:
+    return overwrite(call, x.clone() if call.rank == src else torch.empty_like(x), src)
+
+
+def overwrite(call: Call, x: Tensor, src: int) -> Tensor:
+    """Broadcast into ``x`` itself."""
+    _call(call, "broadcast", _broadcasts(src), [_movable(x)])
     return x
 
 
-def start_overwriting(group: Group, x: Tensor, src: int) -> Callable[[], None]:
-    moved, options = [_moved(x)], _broadcasts(src)[True]
-    works = _begin(group, lambda: [group.process_group.broadcast(moved, options)])
-    return lambda: _end(group, works)
+def start_overwriting(call: Call, x: Tensor, src: int) -> Callable[[], None]:
+    """Start to broadcast into ``x`` itself; the result waits for it."""
+    moved, options = [_movable(x)], _broadcasts(src)[True]
+    works = _begin(call, lambda: [call.group.process_group.broadcast(moved, options)])
+    return lambda: _end(call, works)
 
 
-def reduce(group: Group, x: Tensor, dst: int) -> Tensor:
-    way = plans.reduce(group.backend(x.device), group.size, x.nbytes, on_host=x.is_cpu)
-    if way == "sends":
-        return peers.bring(group, x, dst)
-    if way == "shares":
-        return peers.bring_shares(group, x, dst)
-    here = group.rank == dst
-    if way == "backend" and x.dtype in _SUMMED_BY_BACKENDS:
-        out = x.clone()
-        call = partial(dist.reduce, out, group_dst=dst, group=group.process_group)
-        _run(group, lambda later: call(async_op=later))
-        return out if here else torch.zeros_like(x)
-    n = x.numel()
-    send = [n if rank == dst else 0 for rank in range(group.size)]
-    rows = _exchange_counted(group, x.view(-1), send, [n if here else 0] * group.size)
+def reduce(call: Call, x: Tensor, dst: int) -> Tensor:
+    out = x.clone()  # backends overwrite the input, also off dst
+    reduce_into = partial(dist.reduce, out, group_dst=dst, group=call.group.process_group)
+    _run(call, lambda later: reduce_into(async_op=later))
+    return out if call.rank == dst else torch.zeros_like(x)
+
+
+def reduce_by_gather(call: Call, x: Tensor, dst: int) -> Tensor:
+    """All pieces to ``dst``, which adds them."""
+    n, here = x.numel(), call.rank == dst
+    send = [n if rank == dst else 0 for rank in range(call.size)]
+    rows = all_to_all(call, x.view(-1), send, [n if here else 0] * call.size)
     if not here:
         return torch.zeros_like(x)
-    return rows.view(group.size, *x.shape).sum(0, dtype=x.dtype)
+    return rows.view(call.size, *x.shape).sum(0, dtype=x.dtype)
+
+
+# ---- all_to_all ------------------------------------------------------------------------------
 
 
 def all_to_all(
-    group: Group, x: Tensor, send: Sequence[int], receive: Sequence[int], equal: bool = False
+    call: Call, x: Tensor, send: Sequence[int], receive: Sequence[int], equal: bool = False
 ) -> Tensor:
-    if not equal:
-        return _exchange_counted(group, x, send, receive)
-    way = plans.all_to_all(group.backend(x.device), group.size, x.nbytes, on_host=x.is_cpu)
-    if way == "backend":
-        return _exchange_equal(group, x)
-    out = torch.empty_like(x)
-    if way != "hub":
-        by_rank = group.size, x.numel() // group.size
-        exchange = peers.take_turns if way == "turns" else peers.trade
-        exchange(group, x.view(by_rank).unbind(), out.view(by_rank).unbind())
-        return out
-    if group.rank != peers.HUB:
-        return peers.ask(group, x, out)
-    pieces = x.new_empty((group.size, *x.shape))
-    peers.hear(group, x, pieces.unbind())
-    blocks = pieces.view(group.size, group.size, x.numel() // group.size)
-    answers = blocks.transpose(0, 1).contiguous().view(group.size, *x.shape).unbind()
-    peers.answer(group, answers)
-    return out.copy_(answers[peers.HUB])
-
-
-def _exchange_counted(
-    group: Group, x: Tensor, send: Sequence[int], receive: Sequence[int]
-) -> Tensor:
-    out = x.new_empty(_rows(sum(receive), x))
+    if equal:
+        return all_to_all_equal(call, x)
+    out = x.new_empty((sum(receive), *x.shape[1:]))
     into, sent = out, x
-    if x.dtype not in _KNOWN_TO_BACKENDS:
+    if x.dtype not in _CAN_MOVE:
         into, sent = _as_bytes(out), _as_bytes(x)
-        width = _row_elements(x) * x.element_size()
+        width = prod(x.shape[1:]) * x.element_size()
         send, receive = [n * width for n in send], [n * width for n in receive]
-    _call(group, "alltoall_base", _EXCHANGES, into, sent, receive, send)
+    _call(call, "alltoall_base", _EXCHANGES, into, sent, receive, send)
     return out
 
 
-def _exchange_equal(group: Group, x: Tensor) -> Tensor:
-    """By the backend, without counts, which take longer to hand over than all else."""
+def all_to_all_equal(call: Call, x: Tensor, *_: object) -> Tensor:
+    """Blocks of one size, without counts: handing those over would take longer than all else."""
     out = torch.empty_like(x)
     into, sent = out, x
-    if x.dtype not in _KNOWN_TO_BACKENDS:
+    if x.dtype not in _CAN_MOVE:
         into, sent = _as_bytes(out), _as_bytes(x)
-    _call(group, "alltoall_base", _EXCHANGES, into, sent, _NO_COUNTS, _NO_COUNTS)
+    _call(call, "alltoall_base", _EXCHANGES, into, sent, _NO_COUNTS, _NO_COUNTS)
     return out
 
 
-def all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
-    row = _row_elements(x) * x.element_size()
-    way = plans.all_gather(group.backend(x.device), counts, row, on_host=x.is_cpu)
-    if way == "copies":
-        copies = torch.cat([x] * group.size)
-        if len(set(counts)) == 1:
-            return _exchange_equal(group, copies)
-        return _exchange_counted(group, copies, [x.shape[0]] * group.size, counts)
-    out = x.new_empty(_rows(sum(counts), x))
-    if way == "backend":
-        call = partial(_GATHER, _moved(out), _moved(x), group=group.process_group)
-        _run(group, lambda later: call(async_op=later))
-        return out
+# ---- all_gather ------------------------------------------------------------------------------
+
+
+def all_gather(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
+    out = x.new_empty((sum(counts), *x.shape[1:]))
+    gather = partial(_GATHER, _movable(out), _movable(x), group=call.group.process_group)
+    _run(call, lambda later: gather(async_op=later))
+    return out
+
+
+def all_gather_list(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """With a list of outputs, which may have unequal lengths."""
+    out = x.new_empty((sum(counts), *x.shape[1:]))
+    blocks = [_movable(block) for block in out.split(counts)]
+    gather = partial(dist.all_gather, blocks, _movable(x), group=call.group.process_group)
+    _run(call, lambda later: gather(async_op=later))
+    return out
+
+
+def all_gather_by_copies(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """One all_to_all of a copy for each rank."""
+    copies = torch.cat([x] * call.size)
+    if len(set(counts)) == 1:
+        return all_to_all_equal(call, copies)
+    return all_to_all(call, copies, [x.shape[0]] * call.size, counts)
+
+
+def all_gather_by_broadcasts(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """One broadcast for each rank, into its block of the output, all at once."""
+    out = x.new_empty((sum(counts), *x.shape[1:]))
     blocks = out.split(counts)
-    if way == "hub":
-        if group.rank != peers.HUB:
-            return peers.ask(group, x, out)
-        peers.hear(group, x, blocks)
-        peers.answer(group, [out] * group.size)
-        return out
-    if way == "pairs":
-        peers.trade(group, [x] * group.size, blocks)
-        return out
-    moved = [_moved(block) for block in blocks]
-    if way == "backend_list":
-        call = partial(dist.all_gather, moved, _moved(x), group=group.process_group)
-        _run(group, lambda later: call(async_op=later))
-        return out
-    blocks[group.rank].copy_(x)
-    start = group.process_group.broadcast
-    _finish(
-        group,
+    blocks[call.rank].copy_(x)
+    start = call.group.process_group.broadcast
+    works = _begin(
+        call,
         lambda: [
-            start([block], _broadcasts(rank)[True])
-            for rank, block in enumerate(moved)
+            start([_movable(block)], _broadcasts(rank)[True])
+            for rank, block in enumerate(blocks)
             if block.numel()
         ],
     )
+    _end(call, works)
     return out
 
 
-def reduce_scatter(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
-    own, row = counts[group.rank], _row_elements(x) * x.element_size()
-    way = plans.reduce_scatter(group.backend(x.device), counts, row, on_host=x.is_cpu)
-    if way == "pairs":
-        return peers.add_own(group, dict(enumerate(x.split(counts))))
-    if way == "hub":
-        if group.rank != peers.HUB:
-            return peers.ask(group, x, x.new_empty(_rows(own, x)))
-        pieces = x.new_empty((group.size, *x.shape))
-        peers.hear(group, x, pieces.unbind())
-        blocks: Sequence[Tensor] = pieces.sum(0, dtype=x.dtype).split(counts)
-        peers.answer(group, blocks)
-        return blocks[peers.HUB].clone()  # a view would keep the whole
-    if way == "exchange" or x.dtype not in _SUMMED_BY_BACKENDS:
-        equal = len(set(counts)) == 1
-        rows = (
-            _exchange_equal(group, x)
-            if equal
-            else _exchange_counted(group, x, counts, [own] * group.size)
-        )
-        return rows.view(group.size, *_rows(own, x)).sum(0, dtype=x.dtype)
-    out = x.new_empty(_rows(own, x))
-    call = partial(_REDUCE_SCATTER, out, x)
-    if way == "backend_list":
-        call = partial(dist.reduce_scatter, out, list(x.split(counts)))
-    _run(group, lambda later: call(group=group.process_group, async_op=later))
+# ---- reduce_scatter --------------------------------------------------------------------------
+
+
+def reduce_scatter(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
+    out = x.new_empty((counts[call.rank], *x.shape[1:]))
+    scatter = partial(_REDUCE_SCATTER, out, x, group=call.group.process_group)
+    _run(call, lambda later: scatter(async_op=later))
     return out
 
 
-def _call(group: Group, method: str, options: tuple[Any, Any], *args: Any) -> None:
+def reduce_scatter_list(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """With a list of inputs, which may have unequal lengths."""
+    out = x.new_empty((counts[call.rank], *x.shape[1:]))
+    blocks = list(x.split(counts))
+    scatter = partial(dist.reduce_scatter, out, blocks, group=call.group.process_group)
+    _run(call, lambda later: scatter(async_op=later))
+    return out
+
+
+def reduce_scatter_by_exchange(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """One all_to_all, then each rank adds what it received."""
+    own = counts[call.rank]
+    if len(set(counts)) == 1:
+        rows = all_to_all_equal(call, x)
+    else:
+        rows = all_to_all(call, x, counts, [own] * call.size)
+    return rows.view(call.size, own, *x.shape[1:]).sum(0, dtype=x.dtype)
+
+
+# ---- what they share -------------------------------------------------------------------------
+
+
+def _call(call: Call, method: str, options: tuple[Any, Any], *args: Any) -> None:
     """Make one call of the process group and wait for it."""
-    if not waiting.usual(group):
-        _run(group, lambda later: getattr(group.process_group, method)(*args, options[later]))
+    process_group = call.group.process_group
+    if not (deadline.STATE.no_deadline and call.group.registered):
+        _run(call, lambda later: getattr(process_group, method)(*args, options[later]))
         return
     began = time.monotonic()
     try:
-        work = getattr(group.process_group, method)(*args, options[False])
+        work = getattr(process_group, method)(*args, options[False])
         if work is not None:
             work.wait()
     except RuntimeError as error:
-        raise waiting.explain(group, error, time.monotonic() - began) from error
+        raise _explained(call, error, began) from error
 
 
-def _run(group: Group, start: Callable[[bool], Any]) -> None:
-    """Make one call of the backend and wait for it; ``start(True)`` is to give what to wait for."""
-    if not waiting.patient():
-        _finish(group, lambda: [start(True)])
+def _run(call: Call, start: Callable[[bool], Any]) -> None:
+    """Make one call of the backend and wait for it; ``start(True)`` gives what to wait for."""
+    if not deadline.STATE.no_deadline:
+        _end(call, _begin(call, lambda: [start(True)]))
         return
-    waiting.introduce(group)
+    if not call.group.registered:
+        deadline.prepare(call)
     began = time.monotonic()
     try:
         work = start(False)
         if work is not None:
             work.wait()
     except RuntimeError as error:
-        raise waiting.explain(group, error, time.monotonic() - began) from error
+        raise _explained(call, error, began) from error
 
 
-def _finish(group: Group, start: Callable[[], Sequence[Any]]) -> None:
-    """Start calls, and wait for all of them as long as they may take."""
-    _end(group, _begin(group, start))
-
-
-def _begin(group: Group, start: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+def _begin(call: Call, start: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+    """Start calls of the backend."""
+    began = time.monotonic()
     try:
-        if not waiting.usual(group):
-            waiting.introduce(group)
-            waiting.limit(group)
+        if not (deadline.STATE.no_deadline and call.group.registered):
+            deadline.prepare(call)
         return start()
     except RuntimeError as error:
-        raise waiting.explain(group, error, 0.0) from error
+        raise _explained(call, error, began) from error
 
 
-def _end(group: Group, works: Sequence[Any]) -> None:
+def _end(call: Call, works: Sequence[Any]) -> None:
+    """Wait for all of them, as long as the deadline allows."""
     began = time.monotonic()
     try:
         for work in works:
-            waiting.wait(group, work)
+            deadline.wait(call, work)
     except RuntimeError as error:
-        raise waiting.explain(group, error, time.monotonic() - began) from error
+        raise _explained(call, error, began) from error
 
 
-def _rows(count: int, x: Tensor) -> tuple[int, ...]:
-    """The shape of ``x`` with another first length."""
-    return (count, *x.shape[1:])
+def _explained(call: Call, error: RuntimeError, began: float) -> Exception:
+    return diagnosis.explain(call, error, time.monotonic() - began, deadline.STATE.seconds)
 
 
-def _row_elements(x: Tensor) -> int:
-    """How many elements there are for each step along the first dimension."""
-    return 1 if x.dim() == 1 else prod(x.shape[1:])
-
-
-def _moved(x: Tensor) -> Tensor:
-    """What backends' collectives can move of ``x``."""
-    return x if x.dtype in _KNOWN_TO_BACKENDS else _as_bytes(x)
+def _movable(x: Tensor) -> Tensor:
+    """``x``, or its bytes where the backend does not know the dtype."""
+    return x if x.dtype in _CAN_MOVE else _as_bytes(x)
 
 
 def _as_bytes(x: Tensor) -> Tensor:

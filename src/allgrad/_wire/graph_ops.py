@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
-from allgrad._core.partition import zeros
+from allgrad._core.partition import linked_zeros
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -109,7 +109,7 @@ def reduce(x: Tensor, dst: int, rank: int, world: int, name: str) -> Tensor:
     n = x.shape[0]
     send = [n if r == dst else 0 for r in range(world)]
     rows = all_to_all(x, send, [n if rank == dst else 0] * world, name)
-    return rows.view(world, n).sum(0, dtype=x.dtype) if rank == dst else zeros(rows, x.shape)
+    return rows.view(world, n).sum(0, dtype=x.dtype) if rank == dst else linked_zeros(rows, x.shape)
 
 
 def sum_once(x: Tensor, name: str) -> Tensor:

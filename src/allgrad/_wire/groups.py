@@ -1,152 +1,146 @@
-"""Whom a call is among: the ranks of a group, and what the call is called.
-
-A ``Group`` travels with a collective into its backward. So when something goes wrong there, it
-still tells which call it belongs to and, while calls are checked, where in the user's program.
-"""
+"""Process groups: their ranks, the backends that carry their tensors, and how callers name them."""
 
 from __future__ import annotations
 
-import os
-import sys
+import enum
 import weakref
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from allgrad._core.torch_internals import backend_device_types, backend_for
 from allgrad.errors import GroupError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
-
 __all__ = [
+    "Backend",
     "Group",
     "GroupLike",
-    "call_site",
-    "describe_calls",
-    "message_device",
-    "reference",
-    "resolve",
+    "ReduceOpLike",
+    "find_group",
     "world_rank",
     "world_store",
 ]
 
-GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | None"
+GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | None
+ReduceOpLike: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
+
+_CPU = torch.device("cpu")
 
 
-class Group(NamedTuple):
-    """The ranks that take part, which of them this process is, and in what call."""
+class Backend(enum.Enum):
+    """The kinds of backend that algorithms are chosen by."""
 
-    held: dist.ProcessGroup | weakref.ref[dist.ProcessGroup] | None
-    rank: int
-    size: int
-    call: str
-    facts: str = ""
-    site: str = ""
-    serial: int = 0
+    GLOO = "gloo"
+    NCCL = "nccl"
+    OTHER = "other"
+
+
+class Group:
+    """The ranks of one process group, and which of them this process is.
+
+    The process group is held weakly: graphs and cached pairs must not keep a destroyed one alive.
+    """
+
+    __slots__ = ("__weakref__", "_device_types", "_ref", "backends", "rank", "registered", "size")
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        """Read rank and size once; ``None`` is a world of one."""
+        self._ref = None if process_group is None else weakref.ref(process_group)
+        self._device_types: list[str] | None = None
+        self.backends: dict[torch.device, Backend] = {}  # those asked for so far
+        self.registered = False  # whether the store knows this process (diagnosis.register)
+        self.rank: int = 0 if process_group is None else process_group.rank()
+        self.size: int = 1 if process_group is None else process_group.size()
 
     @property
     def process_group(self) -> Any:
-        """The group itself. Graphs and remembered calls hold it weakly: destroyed, it is to end."""
-        if not isinstance(self.held, weakref.ref):
-            return self.held
-        found = self.held()
-        if found is None:
+        """The process group; ``GroupError`` when it was destroyed."""
+        found = None if self._ref is None else self._ref()
+        if found is None and self._ref is not None:
             raise GroupError(
-                f"{self.call}: the process group was destroyed since.\n"
-                "Go backward before destroy_process_group()."
+                "The process group of this call was destroyed.\n"
+                "Run backward before destroy_process_group()."
             )
         return found
 
     @property
     def members(self) -> list[int]:
-        """The ranks of the group as the whole world counts them."""
+        """The ranks of the group, numbered as in the whole world."""
         return dist.get_process_group_ranks(self.process_group)
 
     @property
     def name(self) -> str:
-        """What functional ops call the group."""
+        """The group's name in torch's registry."""
         name: str = self.process_group.group_name
         return name
 
-    def backend(self, device: torch.device) -> str:
-        """Name the backend that carries tensors of this device."""
-        try:
-            return _backend_name(self.held, device)
-        except RuntimeError as error:
-            raise GroupError(
-                f"{self.call}: the group's backend {dist.get_backend(self.process_group)!r} carries "
-                f"no {device.type} tensors.\nMove the tensor, or start the group with a backend "
-                f"for {device.type}."
-            ) from error
+    def backend(self, device: torch.device) -> Backend:
+        """The kind of backend that carries tensors of this device."""
+        found = self.backends.get(device)
+        if found is None:
+            found = self.backends[device] = _kind(self.process_group, device)
+        return found
+
+    def message_device(self, device: torch.device) -> torch.device:
+        """Where small messages live: on the host if the group carries that, else on ``device``.
+
+        A group that carries only another device type gets its messages there.
+        """
+        if self.size == 1:
+            return _CPU
+        if self._device_types is None:
+            types = backend_device_types(self.process_group)
+            self._device_types = [torch.device(kind).type for kind in types]
+        if "cpu" in self._device_types:
+            return _CPU
+        return device if device.type in self._device_types else torch.device(self._device_types[0])
+
+
+def _kind(process_group: Any, device: torch.device) -> Backend:
+    try:
+        backend = backend_for(process_group, device)
+    except RuntimeError as error:
+        raise GroupError(
+            f"The group's backend {dist.get_backend(process_group)!r} carries no {device.type} "
+            f"tensors.\nMove the tensor, or start the group with a backend for {device.type}."
+        ) from error
+    # From torch 2.15 on, NCCL may be called nccl2 or nccl-lazy.
+    names = f"{backend.name()} {type(backend).__name__}".lower()
+    for kind in (Backend.GLOO, Backend.NCCL):
+        if kind.value in names:
+            return kind
+    return Backend.OTHER
+
+
+_ALONE = Group(None)
 
 
 @lru_cache(maxsize=256)
-def _backend_name(held: Any, device: torch.device) -> str:
-    group: Any = held()
-    return "" if group is None else str(group._get_backend(device).name())  # noqa: SLF001
+def _group_of(ref: weakref.ref[dist.ProcessGroup]) -> Group:
+    process_group = ref()
+    assert process_group is not None
+    return Group(process_group)
 
 
-def world_store() -> Any:
-    """Where all ranks of the world can leave word for each other; ``None`` without a world."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    return None if world is None else world.get_group_store()
-
-
-def world_rank() -> int:
-    """Tell this process's rank in the whole world."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-_describing = 0
-_serials: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-def describe_calls(wanted: bool) -> None:
-    """Ask for facts and sites of calls, or no longer; they cost microseconds, so nobody else pays."""
-    global _describing  # noqa: PLW0603
-    _describing += 1 if wanted else -1
-
-
-def reference(group: GroupLike) -> weakref.ref[dist.ProcessGroup] | None:
-    """What a process group can be known by as long as it lives; ``None`` for anything else.
-
-    ``None`` too while calls are described, or traced: each is then looked at as it is.
-    """
-    if _describing or torch.compiler.is_dynamo_compiling():
-        return None
-    found = dist.group.WORLD if group is None else group
-    return weakref.ref(found) if isinstance(found, dist.ProcessGroup) else None
-
-
-def resolve(call: str, group: GroupLike, facts: Callable[[], str] | None = None) -> Group:
-    """Find the ranks meant by whatever the caller passed as ``group``.
-
-    ``facts`` tells what must be alike on every rank: reduction, shapes, src.
-    """
+def find_group(call: str, group: GroupLike) -> Group:
+    """The group meant by whatever the caller passed as ``group``."""
     if group is None:
         process_group = dist.group.WORLD
         if process_group is None:
-            return Group(None, 0, 1, call)
+            return _ALONE
     elif isinstance(group, dist.ProcessGroup):
         process_group = group
     else:
         process_group = _process_group_of(call, group)
-    rank = process_group.rank()
-    if rank < 0:
+    if torch.compiler.is_dynamo_compiling():
+        return Group(process_group)
+    found = _group_of(weakref.ref(process_group))
+    if found.rank < 0:
         raise _not_a_member(call)
-    if torch.compiler.is_compiling():
-        return Group(process_group, rank, process_group.size(), call)
-    held = weakref.ref(process_group)
-    if not _describing:
-        return Group(held, rank, process_group.size(), call)
-    told = "" if facts is None else facts()
-    serial = _serials[process_group] = _serials.get(process_group, 0) + 1
-    return Group(held, rank, process_group.size(), call, told, call_site(), serial)
+    return found
 
 
 def _process_group_of(call: str, group: object) -> dist.ProcessGroup:
@@ -179,24 +173,12 @@ def _not_a_member(call: str) -> GroupError:
     )
 
 
-def message_device(group: Group, device: torch.device) -> torch.device:
-    """Where small messages between ranks live: on the host when the group can carry that."""
-    cpu = torch.device("cpu")
-    if group.process_group is None or cpu in group.process_group._device_types:  # noqa: SLF001
-        return cpu
-    return device
+def world_store() -> Any:
+    """The store that all ranks of the world share; ``None`` without a world."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    return None if world is None else world.get_group_store()
 
 
-_OURS = str(Path(__file__).parent.parent) + os.sep
-_TORCHS = str(Path(torch.__file__).parent) + os.sep
-
-
-def call_site() -> str:
-    """The line of the user's program that is running: the innermost one outside allgrad and torch."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_OURS, _TORCHS)) and not file.startswith("<"):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "an unknown place"
+def world_rank() -> int:
+    """The rank of this process in the whole world."""
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,35 +1,36 @@
-"""What the ranks tell each other before a call: one small message of fixed, versioned layout.
+"""What the ranks tell each other before a call whose sizes they do not know: one row each.
 
-Each rank sends one row of 96 words of 64 bits to every other:
+Behind the codec's header a row of 96 words has
 
-    word  0        layout version
-          1        the operation's number
-          2        how many tensors the call brings
-          3        a hash of their names in the nest
-          4        words about the tensors
-          5        0, or the number of the error class this rank found in its own arguments
-          6        bytes of that error's text
-          7 -      the words about the tensors, then the text in UTF-8
+    word  2        the operation
+          3        words of the whole message
+          4        tensors of the call
+          5        hash of their names in the nest
+          6        src or dst, + 1
+          7        0, or the class of the error that this rank found in its own arguments
+          8 -      for each tensor: dtype, dim, amount, number of dimensions, shape
+                   then the text of the error
 
-About each tensor: its dtype's number, its number of dimensions, the dim the call is about, an amount
-for this very receiver, and its shape. A nest of many tensors may need more words than a row has:
-the rest follows in a second message, whose length all ranks then know.
+A nest of many tensors may need more words than a row has: the rest follows in a second message,
+whose length all ranks then know. The ``amount`` may differ by receiver (all_to_all, scatter).
 
-A rank that finds a mistake in its own arguments still takes part, so that everyone raises.
-Nothing received is ever unpickled or evaluated.
+When all is well, rows differ only in the lengths and amounts that the call asks for, which one
+comparison of the whole table tells; a row is decoded only to say what is wrong with it. A rank
+that finds a mistake in its own arguments still takes part, so that every rank raises.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from allgrad._wire import primitives as wire
+from allgrad._wire.codec import DTYPES, MAX_DIMS, Reader, Writer, dtype_name
 from allgrad.errors import (
-    AllgradError,
     GroupError,
     InputError,
     PieceMismatch,
@@ -40,51 +41,40 @@ from allgrad.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from allgrad._wire.primitives import Group
+    from torch import Tensor
+
+    from allgrad._wire.calls import Call
 
 __all__ = [
     "DTYPES",
     "MAX_DIMS",
-    "Announcement",
-    "Brought",
+    "Exchange",
+    "RankArgs",
+    "TensorSpec",
     "exchange",
     "hash_names",
-    "require_alike",
-    "text_fitting",
-    "text_of",
-    "text_words",
 ]
 
-VERSION = 1
-MAX_DIMS = 24
 ROW = 96
-_FIXED = 7
-_BODY = ROW - _FIXED
+_LENGTH = 3  # the word with the length of the message
+_FIXED = 8
+_SPEC = 4  # words of a tensor before its shape
 _MOST_TENSORS = 1 << 20
 
-OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "permute", "sizes")
-_ERRORS: tuple[type[InputError], ...] = (
-    InputError,
-    TensorError,
-    PieceMismatch,
-    SizesError,
-    ReductionError,
-    GroupError,
+OPERATIONS = (
+    *("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "permute"),
+    "gather_sizes",
 )
-DTYPES: tuple[torch.dtype, ...] = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.complex128, torch.complex64, torch.complex32),
-    *(torch.int64, torch.int32, torch.int16, torch.int8),
-    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-    torch.float8_e8m0fnu,
+_ERRORS: tuple[type[InputError] | None, ...] = (
+    *(None, InputError, TensorError, PieceMismatch),
+    *(SizesError, ReductionError, GroupError),
 )
 
 
-class Brought(NamedTuple):
-    """One tensor that a rank brings to a call."""
+class TensorSpec(NamedTuple):
+    """One tensor of a call."""
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
@@ -94,123 +84,54 @@ class Brought(NamedTuple):
     def __str__(self) -> str:
         if self.dtype is None:
             return f"{self.shape}" if self.shape else "no tensor"
-        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
+        return f"{self.shape} {dtype_name(self.dtype)}"
 
 
 @dataclass(frozen=True, slots=True)
-class Announcement:
-    """What one rank is about to do, and with what."""
+class RankArgs:
+    """The arguments of one rank: the call, its tensors, and what is wrong with them."""
 
-    op: str
-    tensors: tuple[Brought, ...]
+    operation: str
+    tensors: tuple[TensorSpec, ...]
     names: int = 0
+    root: int = -1
     problem: InputError | None = None
 
     def encode(self) -> list[int]:
-        """The row, and whatever about the tensors it cannot hold."""
-        about = [word for tensor in self.tensors for word in _tensor_words(tensor)]
-        text = b""
+        """The row, and whatever about the tensors does not fit into it."""
+        writer = Writer("handshake")
+        writer.choice(self.operation, OPERATIONS)
+        length = _FIXED + sum(_SPEC + len(spec.shape) for spec in self.tensors)
+        kind = type(self.problem) if type(self.problem) in _ERRORS else InputError
+        error = 0 if self.problem is None else _ERRORS.index(kind)
+        writer.number(length, len(self.tensors), self.names, self.root + 1, error)
+        for spec in self.tensors:
+            writer.dtype(spec.dtype)
+            writer.number(spec.dim, spec.amount, len(spec.shape), *spec.shape)
         if self.problem is not None:
-            text = text_fitting(str(self.problem), (_BODY - len(about)) * 8)
-        error = 0 if self.problem is None else 1 + _error_number(self.problem)
-        fixed = (VERSION, OPERATIONS.index(self.op), len(self.tensors), self.names)
-        row = [*fixed, len(about), error, len(text), *about, *text_words(text)]
-        return row + [0] * (ROW - len(row))
+            writer.text(str(self.problem), max(0, (ROW - length - 1) * 8))
+        return writer.padded(max(ROW, len(writer.words)))
 
     @staticmethod
-    def decode(words: Sequence[int]) -> Announcement:
+    def decode(words: Sequence[int], sender: int) -> RankArgs:
         """Read what ``encode`` wrote, checking every number before it is used."""
-        fixed = Fixed.decode(words)
-        about, text = words[_FIXED : _FIXED + fixed.about], words[_FIXED + fixed.about :]
-        if len(about) != fixed.about or len(text) * 8 < fixed.text:
-            raise _garbled()
-        tensors: list[Brought] = []
-        while len(tensors) < fixed.tensors:
-            if len(about) < 4:
-                raise _garbled()
-            dtype, ndim, dim, amount = about[:4]
-            shape = tuple(about[4 : 4 + max(0, ndim)])
-            about = about[4 + max(0, ndim) :]
-            if (
-                not -1 <= dtype < len(DTYPES)
-                or not 0 <= ndim <= MAX_DIMS
-                or len(shape) != ndim
-                or not 0 <= dim < MAX_DIMS
-                or amount < 0
-                or any(n < 0 for n in shape)
-            ):
-                raise _garbled()
-            tensors.append(Brought(None if dtype < 0 else DTYPES[dtype], shape, dim, amount))
-        if about:
-            raise _garbled()
-        problem = None
-        if fixed.error:
-            problem = _ERRORS[fixed.error - 1](text_of(text, fixed.text))
-        return Announcement(OPERATIONS[fixed.op], tuple(tensors), fixed.names, problem)
+        reader = Reader(words, "handshake", sender)
+        operation = reader.choice(OPERATIONS)
+        reader.number(_FIXED)
+        count = reader.number(0, _MOST_TENSORS)
+        names = reader.number(-(2**63))
+        root, error = reader.number() - 1, reader.choice(_ERRORS)
+        specs = []
+        for _ in range(count):
+            dtype, dim, amount = reader.dtype(), reader.number(0, MAX_DIMS), reader.number()
+            specs.append(TensorSpec(dtype, reader.shape(), dim, amount))
+            if dim >= max(1, len(specs[-1].shape)):
+                raise reader.damaged()
+        problem = None if error is None else error(reader.text(ROW * 8))
+        return RankArgs(operation, tuple(specs), names, root, problem)
 
-
-class Fixed(NamedTuple):
-    """The numbers at the front of every row."""
-
-    version: int
-    op: int
-    tensors: int
-    names: int
-    about: int
-    error: int
-    text: int
-
-    @staticmethod
-    def decode(words: Sequence[int]) -> Fixed:
-        if len(words) < ROW:
-            raise AllgradError(f"A message of {len(words)} words came; {ROW} were expected.")
-        fixed = Fixed(*words[:_FIXED])
-        if fixed.version != VERSION:
-            raise AllgradError(
-                f"A rank speaks version {fixed.version} of this message, this one {VERSION}.\n"
-                "Run the same allgrad on every rank, and the same collectives in the same order."
-            )
-        if (
-            not 0 <= fixed.op < len(OPERATIONS)
-            or not 0 <= fixed.tensors <= _MOST_TENSORS
-            or not 0 <= fixed.about <= fixed.tensors * (4 + MAX_DIMS)
-            or not 0 <= fixed.error <= len(_ERRORS)
-            or not 0 <= fixed.text <= _BODY * 8
-        ):
-            raise _garbled()
-        return fixed
-
-
-def _garbled() -> AllgradError:
-    return AllgradError("A message from another rank is garbled: a number is out of range.")
-
-
-def _tensor_words(t: Brought) -> tuple[int, ...]:
-    dtype = -1 if t.dtype is None else DTYPES.index(t.dtype)
-    return (dtype, len(t.shape), t.dim, t.amount, *t.shape)
-
-
-def text_fitting(text: str, most: int) -> bytes:
-    """Encode as much of the text as fits, without cutting a character in two."""
-    return text.encode(errors="replace")[:most].decode(errors="ignore").encode()
-
-
-def text_words(text: bytes, words: int = 0) -> list[int]:
-    """Text in words of 64 bits, at least so many."""
-    padded = text.ljust(words * 8, b"\0") + b"\0" * (-len(text) % 8 if len(text) > words * 8 else 0)
-    return [
-        int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, len(padded), 8)
-    ]
-
-
-def text_of(words: Sequence[int], length: int) -> str:
-    """Read text of so many bytes."""
-    raw = b"".join(word.to_bytes(8, "little", signed=True) for word in words)[:length]
-    return raw.decode("utf-8", errors="replace")
-
-
-def _error_number(problem: InputError) -> int:
-    return _ERRORS.index(type(problem)) if type(problem) in _ERRORS else 0
+    def __str__(self) -> str:
+        return ", ".join(str(spec) for spec in self.tensors[:3]) or "no tensor"
 
 
 def hash_names(names: Sequence[str]) -> int:
@@ -219,88 +140,136 @@ def hash_names(names: Sequence[str]) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def exchange(
-    group: Group,
-    mine: Announcement,
-    device: torch.device,
-    counts: Sequence[Sequence[int]] | None = None,
-) -> list[Announcement]:
-    """Tell every rank and hear from all; raise on every rank when any of them found a problem.
+@lru_cache(maxsize=1024)
+def _template(args: RankArgs) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """The encoded row of arguments whose lengths along dim are left open, and the words to fill.
 
-    ``counts[i][r]`` is a number about tensor ``i`` for rank ``r`` alone.
+    Positions of the lengths along dim, and of the amounts, tensor by tensor.
     """
-    rows = [_for_receiver(mine, counts, rank).encode() for rank in range(group.size)]
-    if group.size == 1:
-        heard = rows
-    else:
-        heard = _send(group, [row[:ROW] for row in rows], [ROW] * group.size, device, equal=True)
-        rest = [max(0, Fixed.decode(row).about - _BODY) for row in heard]
-        if any(rest):
-            more = _send(group, [row[ROW:] for row in rows], rest, device)
-            heard = [row + tail for row, tail in zip(heard, more, strict=True)]
-    ranks = [Announcement.decode(row) for row in heard]
-    _raise_problems(mine, ranks)
-    return ranks
+    at, lengths, amounts = _FIXED, [], []
+    for spec in args.tensors:
+        amounts.append(at + 2)
+        lengths.append(at + _SPEC + spec.dim)
+        at += _SPEC + len(spec.shape)
+    return tuple(args.encode()), tuple(lengths), tuple(amounts)
 
 
-def _for_receiver(
-    mine: Announcement, counts: Sequence[Sequence[int]] | None, rank: int
-) -> Announcement:
-    if counts is None:
-        return mine
-    told = (t._replace(amount=c[rank]) for t, c in zip(mine.tensors, counts, strict=True))
-    return Announcement(mine.op, tuple(told), mine.names, mine.problem)
+class Exchange(NamedTuple):
+    """The rows of all ranks, and where the lengths and amounts stand in them."""
+
+    call: Call
+    rows: Tensor
+    length_words: tuple[int, ...]
+    amount_words: tuple[int, ...]
+
+    def same(self, *free: int) -> bool:
+        """Tell whether all rows are the same, except in these words."""
+        different = self.rows != self.rows[self.call.rank]
+        if free:
+            different[:, list(free)] = False
+        return not different.any()
+
+    def lengths(self) -> tuple[tuple[int, ...], ...] | None:
+        """What each rank holds along dim, tensor by tensor; None if rows differ in more than that."""
+        return self._columns(self.length_words) if self.same(*self.length_words) else None
+
+    def amounts(self) -> tuple[tuple[int, ...], ...] | None:
+        """What each rank tells this one; None if rows differ in more than that and their lengths."""
+        if not self.same(*self.length_words, *self.amount_words):
+            return None
+        return self._columns(self.amount_words)
+
+    def _columns(self, words: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(self.rows[:, word].tolist()) for word in words)
+
+    def decoded(self) -> list[RankArgs]:
+        """Every rank's arguments; raises if some rank found a problem with its own."""
+        ranks = [RankArgs.decode(row, rank) for rank, row in enumerate(self.rows.tolist())]
+        problems = {rank: args.problem for rank, args in enumerate(ranks) if args.problem}
+        if problems:
+            raise _problem_error(ranks, problems, ranks[self.call.rank].problem)
+        return ranks
 
 
-def _send(
-    group: Group,
-    rows: list[list[int]],
-    lengths: list[int],
+def exchange(
+    call: Call,
+    mine: RankArgs,
     device: torch.device,
-    *,
-    equal: bool = False,
-) -> list[list[int]]:
-    where = wire.message_device(group, device)
-    flat = torch.tensor([word for row in rows for word in row], dtype=torch.int64, device=where)
-    sent = [len(row) for row in rows]
-    got: list[int] = wire.all_to_all(group, flat, sent, lengths, equal=equal).tolist()
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    return [got[start : start + n] for start, n in zip(starts, lengths, strict=True)]
+    amounts: Sequence[Sequence[int]] | None = None,
+) -> Exchange:
+    """Give every rank all ranks' rows.
+
+    ``amounts[i][r]`` is a number about tensor ``i`` for rank ``r`` alone.
+    """
+    where = call.group.message_device(device)
+    words, length_words, amount_words = _encoded(mine)
+    row = torch.tensor(words, dtype=torch.int64)
+    if amounts is None:
+        rows = _gathered(call, row[:ROW], where)
+    else:
+        own = row.repeat(call.size, 1)
+        for word, by_rank in zip(amount_words, amounts, strict=True):
+            own[:, word] = torch.tensor(by_rank, dtype=torch.int64)
+        rows = _exchanged(call, own[:, :ROW], where)
+    if len(words) > ROW or int(rows[:, _LENGTH].max()) > ROW:
+        longest = _checked_length(rows)
+        if amounts is None:
+            rest = _padded(row[ROW:], longest - ROW)
+            rows = torch.cat([rows, _gathered(call, rest, where)], 1)
+        else:
+            rest = torch.stack([_padded(one[ROW:], longest - ROW) for one in own])
+            rows = torch.cat([rows, _exchanged(call, rest, where)], 1)
+    return Exchange(call, rows, length_words, amount_words)
 
 
-def _raise_problems(mine: Announcement, heard: Sequence[Announcement]) -> None:
-    problems = {rank: a.problem for rank, a in enumerate(heard) if a.problem is not None}
-    if not problems:
-        return
-    if len(heard) == 1:
-        raise next(iter(problems.values()))
+def _encoded(mine: RankArgs) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
+    """The own words. All but the lengths along dim repeat from call to call and are cached."""
+    if mine.problem is not None or any(spec.dtype is None for spec in mine.tensors):
+        once, length_words, amount_words = _template.__wrapped__(mine)
+        return list(once), length_words, amount_words
+    open_specs = tuple(
+        spec._replace(shape=(*spec.shape[: spec.dim], 0, *spec.shape[spec.dim + 1 :]))
+        for spec in mine.tensors
+    )
+    found, length_words, amount_words = _template(replace(mine, tensors=open_specs))
+    words = list(found)
+    for word, spec in zip(length_words, mine.tensors, strict=True):
+        words[word] = spec.shape[spec.dim]
+    return words, length_words, amount_words
+
+
+def _gathered(call: Call, row: Tensor, device: torch.device) -> Tensor:
+    joined = wire.all_gather(call, row.to(device), (len(row),) * call.size)
+    return joined.cpu().view(call.size, len(row))
+
+
+def _exchanged(call: Call, rows: Tensor, device: torch.device) -> Tensor:
+    counts = (rows.shape[1],) * call.size
+    flat = wire.all_to_all(call, rows.reshape(-1).to(device), counts, counts, equal=True)
+    return flat.cpu().view(rows.shape)
+
+
+def _padded(words: Tensor, length: int) -> Tensor:
+    return torch.cat([words, words.new_zeros(length - len(words))])
+
+
+def _checked_length(rows: Tensor) -> int:
+    """The length of the longest message, once every header is known to be good."""
+    for rank, row in enumerate(rows.tolist()):
+        reader = Reader(row, "handshake", rank)
+        reader.choice(OPERATIONS)
+        reader.number(_FIXED, _FIXED + _MOST_TENSORS * (_SPEC + MAX_DIMS))
+    return max(ROW, int(rows[:, _LENGTH].max()))
+
+
+def _problem_error(
+    ranks: Sequence[RankArgs], problems: dict[int, InputError], own: InputError | None
+) -> InputError:
     marks = {
-        rank: str(problem).partition("\n")[0].removeprefix(f"{heard[rank].op}: ")
+        rank: str(problem).partition("\n")[0].removeprefix(f"{ranks[rank].operation}: ")
         for rank, problem in problems.items()
     }
     first = problems[min(problems)]
     rule, _, advice = str(first).partition("\n")
-    kind = type(first if mine.problem is None else mine.problem)
-    rows = [", ".join(str(t) for t in a.tensors[:3]) or "no tensor" for a in heard]
-    raise kind(rank_table(rule, rows, marks, advice))
-
-
-def require_alike(
-    heard: Sequence[object],
-    rows: Sequence[str],
-    rule: str,
-    mark: Callable[[int, int], str],
-    advice: str,
-    *,
-    error: type[InputError] = PieceMismatch,
-) -> None:
-    """Raise, on every rank alike, unless all ranks said the same.
-
-    The odd ones are those that differ from most; ``mark(odd, usual)`` says how, by their ranks.
-    """
-    usual = max(heard, key=heard.count)
-    if all(value == usual for value in heard):
-        return
-    model = heard.index(usual)
-    marks = {rank: mark(rank, model) for rank, value in enumerate(heard) if value != usual}
-    raise error(rank_table(rule, rows, marks, advice))
+    kind = type(first if own is None else own)
+    return kind(rank_table(rule, [str(args) for args in ranks], marks, advice))

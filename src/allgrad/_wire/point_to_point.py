@@ -1,12 +1,11 @@
-"""Messages from rank to rank: traded, added as they come, through a hub, or in shares.
+"""Algorithms made of sends and receives: star, pairwise, linear, chunked.
 
-    rank 0   the hub   hears a, b, c           answers what it makes of them
-    rank 1   asks with b                       gets its part
-    rank 2   asks with c                       gets its part
+    star       every rank sends to rank 0, which sends each its part of the result
+    pairwise   every rank exchanges with every other, all at once or in turns
+    linear     one root sends to, or receives from, every rank
+    chunked    every rank reduces, or passes on, one chunk of the elements, and nobody all of them
 
-In shares, every rank adds up, or passes on, one block of the elements, and nobody all of them.
-
-On the host only, and only where ``plans`` says so.
+For tensors on the host. ``algorithms`` says where each is used.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from allgrad._core.partition import even
-from allgrad._wire import deadline as waiting
+from allgrad._wire import deadline, diagnosis
 from allgrad.errors import RankRaised
 
 if TYPE_CHECKING:
@@ -28,172 +27,254 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from allgrad._wire.groups import Group
+    from allgrad._wire.calls import Call
 
-    # From or into what, and who is at the other end.
+    # What is sent or received into, and the rank at the other end.
     Transfer: TypeAlias = tuple[Tensor, int]
 
 __all__ = [
-    "AHEAD",
     "CHUNK",
-    "HUB",
-    "add_own",
-    "add_up",
-    "answer",
-    "ask",
-    "bring",
-    "bring_shares",
-    "hear",
-    "meet",
-    "send_out",
-    "share_out",
-    "take_turns",
-    "trade",
+    "IN_FLIGHT",
+    "chunked_all_reduce",
+    "chunked_broadcast",
+    "chunked_reduce",
+    "linear_broadcast",
+    "linear_reduce",
+    "pairwise_all_gather",
+    "pairwise_all_to_all",
+    "pairwise_in_turns",
+    "pairwise_reduce_scatter",
+    "star_all_gather",
+    "star_all_reduce",
+    "star_all_to_all",
+    "star_reduce_scatter",
 ]
 
-# Where a rank adds what others send, long pieces come in chunks, and as many are on their way at
-# once as fit into AHEAD.
-CHUNK, AHEAD = 2 << 20, 8 << 20
-HUB = 0
-_TAG = 0xA116  # not one of the messages that the caller may be sending meanwhile
+# Where a rank adds what others send, long pieces come in chunks of CHUNK bytes, and as many are
+# in flight at once as fit into IN_FLIGHT.
+CHUNK, IN_FLIGHT = 2 << 20, 8 << 20
+ROOT = 0
+_TAG = 0xA116  # not the tag of messages that the caller may be sending meanwhile
 
 
-def ask(group: Group, x: Tensor, out: Tensor) -> Tensor:
-    """Send ``x`` to the hub, and take into ``out`` what it makes of everybody's."""
-    _arrive(group, _start(group, [(x, HUB)], [(out, HUB)]))
+# ---- star ------------------------------------------------------------------------------------
+
+
+def star_all_reduce(call: Call, x: Tensor, scratch: bool = False) -> Tensor:  # noqa: ARG001
+    """Sum over ranks, on every rank, added up on the root."""
+    if call.rank != ROOT:
+        return _exchange_with_root(call, x, torch.empty_like(x))
+    if call.size == 2:
+        # While both ranks send at once, Gloo's thread spins on the connection that the caller
+        # uses. One after the other they take half of the processor time, and no longer.
+        total = torch.empty_like(x)
+        _wait(call, _start(call, (), [(total, 1)]))
+        torch.add(x, total, out=total)
+    else:
+        total = _recv_stacked(call, x).sum(0, dtype=x.dtype)
+    _send_all(call, [total] * call.size)
+    return total
+
+
+def star_all_gather(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Every rank's block, in rank order, on every rank."""
+    out = x.new_empty((sum(counts), *x.shape[1:]))
+    if call.rank != ROOT:
+        return _exchange_with_root(call, x, out)
+    _recv_all(call, x, out.split(counts))
+    _send_all(call, [out] * call.size)
     return out
 
 
-def hear(group: Group, x: Tensor, into: Sequence[Tensor]) -> None:
-    """On the hub: take what every rank sends, its own included."""
-    works = _start(group, (), [(into[rank], rank) for rank in range(1, group.size)])
-    into[HUB].copy_(x)
-    _arrive(group, works)
+def star_reduce_scatter(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Block ``r`` of the sum over ranks, on rank ``r``."""
+    if call.rank != ROOT:
+        return _exchange_with_root(call, x, x.new_empty((counts[call.rank], *x.shape[1:])))
+    blocks: Sequence[Tensor] = _recv_stacked(call, x).sum(0, dtype=x.dtype).split(counts)
+    _send_all(call, blocks)
+    return blocks[ROOT].clone()  # a view would keep the whole sum alive
 
 
-def answer(group: Group, out: Sequence[Tensor]) -> None:
-    """On the hub: send every rank its part."""
-    _arrive(group, _start(group, [(out[rank], rank) for rank in range(1, group.size)], ()))
-
-
-def meet(group: Group, x: Tensor) -> Tensor:
-    """The sum of two ranks, on both: one of them adds, and sends it back.
-
-    While both send at once Gloo's thread spins: it waits for a connection that the caller is using
-    by asking again and again. In turns they take half of the processor's time, and no longer.
-    """
+def star_all_to_all(call: Call, x: Tensor, *_: object) -> Tensor:
+    """Equal block ``r`` to rank ``r``, transposed on the root."""
     out = torch.empty_like(x)
-    if group.rank != HUB:
-        return ask(group, x, out)
-    _arrive(group, _start(group, (), [(out, 1)]))
-    torch.add(x, out, out=out)
-    answer(group, (x, out))
+    if call.rank != ROOT:
+        return _exchange_with_root(call, x, out)
+    blocks = _recv_stacked(call, x).view(call.size, call.size, x.numel() // call.size)
+    parts = blocks.transpose(0, 1).contiguous().view(call.size, *x.shape).unbind()
+    _send_all(call, parts)
+    return out.copy_(parts[ROOT])
+
+
+def _exchange_with_root(call: Call, x: Tensor, out: Tensor) -> Tensor:
+    """Send ``x`` to the root, and receive this rank's part of the result into ``out``."""
+    _wait(call, _start(call, [(x, ROOT)], [(out, ROOT)]))
     return out
 
 
-def trade(group: Group, pieces: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
-    """Send every rank its piece, and take a block from each; the own one is copied."""
-    ahead, behind = _around(range(group.size), group.rank)
-    sent, into = [], []
-    for to, source in zip(ahead, behind, strict=True):
-        sent.append((pieces[to], to))
-        into.append((blocks[source], source))
-    works = _start(group, sent, into)
-    blocks[group.rank].copy_(pieces[group.rank])
-    _arrive(group, works)
+def _recv_stacked(call: Call, x: Tensor) -> Tensor:
+    """On the root: every rank's piece, stacked."""
+    pieces = x.new_empty((call.size, *x.shape))
+    _recv_all(call, x, pieces.unbind())
+    return pieces
 
 
-def take_turns(group: Group, pieces: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
-    """The same in turns: a rank sends to those below it, and to those above once it has theirs."""
-    below, above = range(group.rank), range(group.rank + 1, group.size)
-    from_above = _start(group, (), [(blocks[rank], rank) for rank in above])
-    from_below = _start(group, (), [(blocks[rank], rank) for rank in below])
-    going = _start(group, [(pieces[rank], rank) for rank in below], ())
-    blocks[group.rank].copy_(pieces[group.rank])
-    _arrive(group, from_above)
-    going = [*going, *_start(group, [(pieces[rank], rank) for rank in above], ())]
-    _arrive(group, [*from_below, *going])
+def _recv_all(call: Call, x: Tensor, into: Sequence[Tensor]) -> None:
+    """On the root: receive every rank's piece, its own included."""
+    works = _start(call, (), [(into[rank], rank) for rank in range(1, call.size)])
+    into[ROOT].copy_(x)
+    _wait(call, works)
 
 
-def send_out(group: Group, x: Tensor, src: int) -> Tensor:
-    """What ``src`` holds, sent to everybody at once."""
-    if group.rank != src:
+def _send_all(call: Call, parts: Sequence[Tensor]) -> None:
+    """On the root: send every rank its part."""
+    _wait(call, _start(call, [(parts[rank], rank) for rank in range(1, call.size)], ()))
+
+
+# ---- pairwise --------------------------------------------------------------------------------
+
+
+def pairwise_all_gather(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Every rank's block, in rank order, sent to every rank at once."""
+    out = x.new_empty((sum(counts), *x.shape[1:]))
+    _exchange_all(call, [x] * call.size, out.split(counts))
+    return out
+
+
+def pairwise_all_to_all(call: Call, x: Tensor, *_: object) -> Tensor:
+    """Equal block ``r`` to rank ``r``, all at once."""
+    out = torch.empty_like(x)
+    by_rank = call.size, x.numel() // call.size
+    _exchange_all(call, x.view(by_rank).unbind(), out.view(by_rank).unbind())
+    return out
+
+
+def pairwise_in_turns(call: Call, x: Tensor, *_: object) -> Tensor:
+    """The same in turns: first to lower ranks, then to higher ones once theirs are here."""
+    out = torch.empty_like(x)
+    by_rank = call.size, x.numel() // call.size
+    pieces, blocks = x.view(by_rank).unbind(), out.view(by_rank).unbind()
+    below, above = range(call.rank), range(call.rank + 1, call.size)
+    from_above = _start(call, (), [(blocks[rank], rank) for rank in above])
+    from_below = _start(call, (), [(blocks[rank], rank) for rank in below])
+    sends = _start(call, [(pieces[rank], rank) for rank in below], ())
+    blocks[call.rank].copy_(pieces[call.rank])
+    _wait(call, from_above)
+    sends = [*sends, *_start(call, [(pieces[rank], rank) for rank in above], ())]
+    _wait(call, [*from_below, *sends])
+    return out
+
+
+def pairwise_reduce_scatter(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Block ``r`` of ``x`` to rank ``r``, which adds what it receives."""
+    return _reduce_own_block(call, dict(enumerate(x.split(counts))))
+
+
+def _exchange_all(call: Call, pieces: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
+    """Send every rank its piece, and receive a block from each; the own one is copied."""
+    after, before = _around(range(call.size), call.rank)
+    works = _start(
+        call, [(pieces[to], to) for to in after], [(blocks[source], source) for source in before]
+    )
+    blocks[call.rank].copy_(pieces[call.rank])
+    _wait(call, works)
+
+
+# ---- linear ----------------------------------------------------------------------------------
+
+
+def linear_broadcast(call: Call, x: Tensor, src: int) -> Tensor:
+    """What ``src`` holds, sent by it to every rank at once."""
+    if call.rank != src:
         out = torch.empty_like(x)
-        _arrive(group, _start(group, (), [(out, src)]))
+        _wait(call, _start(call, (), [(out, src)]))
         return out
-    works = _start(group, [(x, rank) for rank in _others(group.size, src)], ())
+    works = _start(call, [(x, rank) for rank in _others(call.size, src)], ())
     out = x.clone()
-    _arrive(group, works)
+    _wait(call, works)
     return out
 
 
-def share_out(group: Group, x: Tensor, src: int) -> Tensor:
-    """The same in shares: one to each of the others, who send them to one another."""
-    others = _others(group.size, src)
-    if group.rank == src:
-        works = _start(group, list(zip(_shares(x, len(others)), others, strict=True)), ())
+def linear_reduce(call: Call, x: Tensor, dst: int) -> Tensor:
+    """The sum on ``dst``, to which every rank sends; zeros on the others."""
+    if call.rank == dst:
+        return _add_received(call, x, _others(call.size, dst))
+    works = _start(call, _in_chunks([(x, dst)]), ())
+    zeros = torch.zeros_like(x)
+    _wait(call, works)
+    return zeros
+
+
+# ---- chunked ---------------------------------------------------------------------------------
+
+
+def chunked_broadcast(call: Call, x: Tensor, src: int) -> Tensor:
+    """What ``src`` holds: one chunk to each of the others, who send them to one another."""
+    others = _others(call.size, src)
+    if call.rank == src:
+        works = _start(call, list(zip(_even_chunks(x, len(others)), others, strict=True)), ())
         out = x.clone()
-        _arrive(group, works)
+        _wait(call, works)
         return out
     out = torch.empty_like(x)
-    shares = dict(zip(others, _shares(out, len(others)), strict=True))
-    own = shares.pop(group.rank)
-    works = _start(group, (), [(share, rank) for rank, share in shares.items()])
-    _arrive(group, _start(group, (), [(own, src)]))
-    _arrive(group, _start(group, [(own, rank) for rank in shares], ()))
-    _arrive(group, works)
+    chunks = dict(zip(others, _even_chunks(out, len(others)), strict=True))
+    own = chunks.pop(call.rank)
+    works = _start(call, (), [(chunk, rank) for rank, chunk in chunks.items()])
+    _wait(call, _start(call, (), [(own, src)]))
+    _wait(call, _start(call, [(own, rank) for rank in chunks], ()))
+    _wait(call, works)
     return out
 
 
-def bring(group: Group, x: Tensor, dst: int) -> Tensor:
-    """The sum on ``dst``, to which everybody sends; zeros on the others."""
-    if group.rank == dst:
-        return _add_from(group, x, _others(group.size, dst))
-    works = _start(group, _in_chunks([(x, dst)]), ())
-    zeros = torch.zeros_like(x)
-    _arrive(group, works)
-    return zeros
-
-
-def bring_shares(group: Group, x: Tensor, dst: int) -> Tensor:
-    """The same in shares: the others add up one each, and send that to ``dst``, which adds its own."""
-    others = _others(group.size, dst)
-    if group.rank == dst:
+def chunked_reduce(call: Call, x: Tensor, dst: int) -> Tensor:
+    """The sum on ``dst``: the others add up one chunk each and send it to ``dst``."""
+    others = _others(call.size, dst)
+    if call.rank == dst:
         out = torch.empty_like(x)
-        _arrive(group, _start(group, (), list(zip(_shares(out, len(others)), others, strict=True))))
+        chunks = _even_chunks(out, len(others))
+        _wait(call, _start(call, (), list(zip(chunks, others, strict=True))))
         return out.add_(x)
-    own = add_own(group, dict(zip(others, _shares(x, len(others)), strict=True)))
-    works = _start(group, [(own, dst)], ())
+    own = _reduce_own_block(call, dict(zip(others, _even_chunks(x, len(others)), strict=True)))
+    works = _start(call, [(own, dst)], ())
     zeros = torch.zeros_like(x)
-    _arrive(group, works)
+    _wait(call, works)
     return zeros
 
 
-def add_up(group: Group, x: Tensor, out: Tensor) -> Tensor:
-    """The sum on every rank, in ``out``, which may be ``x``: each adds up a share and sends that."""
-    sums = _shares(out, group.size)
-    own = add_own(group, dict(enumerate(_shares(x, group.size))), sums[group.rank])
-    ahead, behind = _around(range(group.size), group.rank)
-    sent, into = [(own, rank) for rank in ahead], [(sums[rank], rank) for rank in behind]
-    _arrive(group, _start(group, sent, into))
+def chunked_all_reduce(call: Call, x: Tensor, scratch: bool = False) -> Tensor:
+    """The sum on every rank: each rank adds up one chunk and sends that to all others.
+
+    ``scratch`` gives ``x`` away: the result takes its memory.
+    """
+    out = x if scratch else torch.empty_like(x)
+    sums = _even_chunks(out, call.size)
+    own = _reduce_own_block(call, dict(enumerate(_even_chunks(x, call.size))), sums[call.rank])
+    after, before = _around(range(call.size), call.rank)
+    sends, recvs = [(own, rank) for rank in after], [(sums[rank], rank) for rank in before]
+    _wait(call, _start(call, sends, recvs))
     return out
 
 
-def add_own(group: Group, blocks: Mapping[int, Tensor], out: Tensor | None = None) -> Tensor:
+# ---- what they share -------------------------------------------------------------------------
+
+
+def _reduce_own_block(
+    call: Call, blocks: Mapping[int, Tensor], out: Tensor | None = None
+) -> Tensor:
     """Send each of these ranks its block, and add up what they send of this rank's own."""
-    ahead, behind = _around(tuple(blocks), group.rank)
-    sent = [(blocks[rank], rank) for rank in ahead]
-    return _add_from(group, blocks[group.rank], behind, sent, out)
+    after, before = _around(tuple(blocks), call.rank)
+    sends = [(blocks[rank], rank) for rank in after]
+    return _add_received(call, blocks[call.rank], before, sends, out)
 
 
-def _add_from(
-    group: Group,
+def _add_received(
+    call: Call,
     x: Tensor,
     sources: Sequence[int],
-    sent: Sequence[Transfer] = (),
+    sends: Sequence[Transfer] = (),
     out: Tensor | None = None,
 ) -> Tensor:
-    """Add to ``x`` what ranks send, in this order, while they are sent what is for them.
+    """Add to ``x`` what ranks send, in this order, while ``sends`` are under way.
 
     The sum is in ``out``, which may be ``x``, or in new memory.
     """
@@ -201,25 +282,26 @@ def _add_from(
     terms, sums = _chunks(x), _chunks(out)
     turns = [(chunk, source) for chunk in range(len(terms)) for source in sources if x.numel()]
     if not turns:
-        _arrive(group, _start(group, _in_chunks(sent), ()))
+        _wait(call, _start(call, _in_chunks(sends), ()))
         return out.copy_(x)
-    ahead = min(len(turns), max(1, AHEAD // terms[0].nbytes))
-    places = terms[0].new_empty((ahead, *terms[0].shape)).unbind()
-    into = []
+    ahead = min(len(turns), max(1, IN_FLIGHT // terms[0].nbytes))
+    buffers = terms[0].new_empty((ahead, *terms[0].shape)).unbind()
+    recvs = []
     for turn, (chunk, source) in enumerate(turns):
-        place = places[turn % ahead]
-        into.append((place[: len(terms[chunk])] if chunk else place, source))
-    works = _start(group, _in_chunks(sent) if sent else (), into[:ahead])
-    coming, going = list(works[:ahead]), works[ahead:]
-    at_once = 1 if waiting.patient() else ahead  # whoever listens meanwhile pays for every wait
+        buffer = buffers[turn % ahead]
+        recvs.append((buffer[: len(terms[chunk])] if chunk else buffer, source))
+    works = _start(call, _in_chunks(sends) if sends else (), recvs[:ahead])
+    receiving, sending = list(works[:ahead]), works[ahead:]
+    # A rank that listens for others pays for every wait: it waits for all at once.
+    at_once = 1 if deadline.STATE.no_deadline else ahead
     for turn, (chunk, source) in enumerate(turns):
         if turn % at_once == 0:
-            _arrive(group, coming[turn : turn + at_once])
+            _wait(call, receiving[turn : turn + at_once])
         so_far = terms[chunk] if source == sources[0] else sums[chunk]
-        torch.add(so_far, into[turn][0], out=sums[chunk])
+        torch.add(so_far, recvs[turn][0], out=sums[chunk])
         if turn + ahead < len(turns):
-            coming += _start(group, (), [into[turn + ahead]])
-    _arrive(group, going)
+            receiving += _start(call, (), [recvs[turn + ahead]])
+    _wait(call, sending)
     return out
 
 
@@ -230,17 +312,17 @@ def _chunks(x: Tensor) -> Sequence[Tensor]:
     return chunks
 
 
-def _in_chunks(sent: Sequence[Transfer]) -> Sequence[Transfer]:
-    """To everybody the first chunks first."""
-    if all(x.nbytes <= CHUNK for x, _ in sent):
-        return sent
-    by_rank = [[(chunk, to) for chunk in _chunks(x)] for x, to in sent]
+def _in_chunks(sends: Sequence[Transfer]) -> Sequence[Transfer]:
+    """First chunks to every rank first."""
+    if all(x.nbytes <= CHUNK for x, _ in sends):
+        return sends
+    by_rank = [[(chunk, to) for chunk in _chunks(x)] for x, to in sends]
     return [transfer for turn in zip_longest(*by_rank) for transfer in turn if transfer is not None]
 
 
-def _shares(x: Tensor, ranks: int) -> Sequence[Tensor]:
-    shares: Sequence[Tensor] = x.view(-1).split(even(x.numel(), ranks))
-    return shares
+def _even_chunks(x: Tensor, parts: int) -> Sequence[Tensor]:
+    chunks: Sequence[Tensor] = x.view(-1).split(even(x.numel(), parts))
+    return chunks
 
 
 @lru_cache
@@ -250,48 +332,47 @@ def _others(ranks: int, rank: int) -> tuple[int, ...]:
 
 @lru_cache
 def _around(ranks: Sequence[int], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """All others of these: the next ones first, and the ones before first."""
+    """All other ranks: those after this one first, and those before it first."""
     at = ranks.index(rank)
-    ahead = (*ranks[at + 1 :], *ranks[:at])
-    return ahead, ahead[::-1]
+    after = (*ranks[at + 1 :], *ranks[:at])
+    return after, after[::-1]
 
 
-def _start(group: Group, sent: Sequence[Transfer], into: Sequence[Transfer]) -> Sequence[Any]:
-    """Start to send and to receive; nothing is sent of what has no elements.
+def _start(call: Call, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> Sequence[Any]:
+    """Post sends before receives; tensors without elements are not sent.
 
-    What is sent goes first, to be on its way; what comes is waited for first, and then the other
-    has mostly gone.
+    Return receives first: when they are done, most sends are done too.
     """
-    calls = group.process_group
-    coming: list[Any] = []
-    going: list[Any] = []
+    process_group = call.group.process_group
+    receiving: list[Any] = []
+    sending: list[Any] = []
     try:
-        if not waiting.usual(group):
-            waiting.introduce(group)
-            waiting.limit(group)
-        for x, peer in sent:
+        if not (deadline.STATE.no_deadline and call.group.registered):
+            deadline.prepare(call)
+        for x, peer in sends:
             if x.numel():
-                going.append(calls.send([x], peer, _TAG))
-        for x, peer in into:
+                sending.append(process_group.send([x], peer, _TAG))
+        for x, peer in recvs:
             if x.numel():
-                coming.append(calls.recv([x], peer, _TAG))
+                receiving.append(process_group.recv([x], peer, _TAG))
     except RuntimeError as error:
-        waiting.cut_off(group)
-        raise waiting.explain(group, error, 0.0) from error
-    return coming + going
+        deadline.close_connections(call)
+        raise diagnosis.explain(call, error, 0.0, deadline.STATE.seconds) from error
+    return receiving + sending
 
 
-def _arrive(group: Group, works: Sequence[Any]) -> None:
+def _wait(call: Call, works: Sequence[Any]) -> None:
     """Wait for what was started."""
     began = time.monotonic()
     try:
-        if waiting.patient():
+        if deadline.STATE.no_deadline:
             for work in works:
                 work.wait()
         else:
-            waiting.wait_for_peers(group, works)
+            deadline.wait_for_all(call, works)
     except (RuntimeError, RankRaised) as error:
-        waiting.cut_off(group)
+        deadline.close_connections(call)
         if isinstance(error, RankRaised):
             raise
-        raise waiting.explain(group, error, time.monotonic() - began) from error
+        waited = time.monotonic() - began
+        raise diagnosis.explain(call, error, waited, deadline.STATE.seconds) from error

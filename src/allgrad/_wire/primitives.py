@@ -1,51 +1,54 @@
-"""The only mover of bytes: plain tensors between ranks, over torch.distributed.
+"""Six calls that move plain tensors between ranks. Everything else is made of them.
 
-No gradients here. Every call takes contiguous memory, leaves it as it was, and returns new memory.
-Counts by rank are lengths along the first dimension. Six calls are enough: whatever gathers,
-scatters or permutes is an ``all_to_all`` with the right counts.
+No gradients here. Every call leaves its input as it was and returns new contiguous memory. Counts
+by rank are lengths along the first dimension. Whatever gathers, scatters or permutes is an
+``all_to_all`` with the right counts.
 
-In graphs, what has counts is flat: a tensor of one dimension.
+All six go through one dispatcher. A call waits for the async calls before it, is agreed on by the
+ranks in checked mode, and then runs the algorithm that ``algorithms`` chooses. In graphs ``graph_ops``
+takes over.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from allgrad._core import call_queue as departures
-from allgrad._wire import eager as moves
-from allgrad._wire import graph_ops as graph_wire
-from allgrad._wire.groups import Group, GroupLike, message_device, resolve
+from allgrad._core import call_queue
+from allgrad._core.torch_internals import FakeTensor
+from allgrad._wire import eager, graph_ops
+from allgrad._wire.algorithms import Situation, choose
+from allgrad._wire.calls import Call, resolve
+from allgrad._wire.groups import GroupLike
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
 __all__ = [
-    "Group",
+    "Call",
     "GroupLike",
-    "Planned",
+    "WireCall",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "broadcast",
-    "message_device",
     "overwrite",
     "reduce",
     "reduce_scatter",
     "resolve",
-    "send_words",
     "watch",
 ]
 
 
-class Planned(NamedTuple):
-    """A call that is about to happen, as the ranks must agree on it."""
+class WireCall(NamedTuple):
+    """A wire call that is about to happen, as the ranks must agree on it."""
 
-    op: str
+    operation: str
     dtype: torch.dtype
     device: torch.device
     elements: int
@@ -54,158 +57,246 @@ class Planned(NamedTuple):
     receive: Sequence[int] = ()
 
 
-_REAL = frozenset({Tensor, torch.nn.Parameter})
-_watcher: Callable[[Group, Planned], AbstractContextManager[None]] | None = None
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """What the dispatcher needs to know of one of the six calls; all take its own arguments.
+
+    name: as in ``algorithms.TABLE``.
+    sizes: piece, total and equal of its ``Situation``.
+    alone: the result in a world of one, or the shape of a meta tensor's result.
+    in_graph: the same call as an op of a compiled graph.
+    rooted: whether its first argument is src or dst.
+    counts: how many of its arguments are counts by rank.
+    """
+
+    name: str
+    sizes: Callable[..., tuple[int, int, bool]]
+    alone: Callable[..., Tensor]
+    in_graph: Callable[..., Tensor]
+    rooted: bool = False
+    counts: int = 0
 
 
-def watch(watcher: Callable[[Group, Planned], AbstractContextManager[None]] | None) -> None:
-    """Have every call happen inside ``watcher(group, planned)``; ``None`` ends it."""
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_watcher: Callable[[Call, WireCall], AbstractContextManager[None]] | None = None
+
+
+def watch(watcher: Callable[[Call, WireCall], AbstractContextManager[None]] | None) -> None:
+    """Run every call inside ``watcher(call, wire_call)``; ``None`` ends it."""
     global _watcher  # noqa: PLW0603
     _watcher = watcher
 
 
-def all_reduce(group: Group, x: Tensor, *, scratch: bool = False) -> Tensor:
+def all_reduce(call: Call, x: Tensor, scratch: bool = False) -> Tensor:
     """Sum over ranks, on every rank.
 
     ``scratch`` gives ``x`` away: the result may take its memory.
     """
-    if _at_once(group, x):
-        return moves.all_reduce(group, x, scratch)
-    if _stays_here(group, x):
-        return x if scratch else x.clone()
-    if graph_wire.in_graph(x):
-        return _flattened(x, lambda flat: graph_wire.all_reduce(flat, group.name))
-    planned = Planned("all_reduce", x.dtype, x.device, x.numel())
-    return _in_turn(group, planned, moves.all_reduce, x, scratch)
+    return _dispatch(_ALL_REDUCE, call, x, scratch)
 
 
-def broadcast(group: Group, x: Tensor, src: int) -> Tensor:
+def broadcast(call: Call, x: Tensor, src: int) -> Tensor:
     """What ``src`` holds, on every rank."""
-    if _at_once(group, x):
-        return moves.broadcast(group, x, src)
-    if _stays_here(group, x):
-        return x.clone()
-    if graph_wire.in_graph(x):
-        return _flattened(x, lambda flat: graph_wire.broadcast(flat, src, group.name))
-    planned = Planned("broadcast", x.dtype, x.device, x.numel(), src)
-    return _in_turn(group, planned, moves.broadcast, x, src)
+    return _dispatch(_BROADCAST, call, x, src)
 
 
-def overwrite(group: Group, x: Tensor, src: int) -> Callable[[], None]:
-    """Start to broadcast into ``x`` itself; what it gives waits for that. Others may start before.
-
-    What ``x`` held is gone, except on ``src``.
-    """
-    if _watcher is None and departures.free():
-        return moves.start_overwriting(group, x, src)
-    planned = Planned("broadcast", x.dtype, x.device, x.numel(), src)
-    _in_turn(group, planned, moves.overwrite, x, src)
-    return lambda: None
-
-
-def reduce(group: Group, x: Tensor, dst: int) -> Tensor:
+def reduce(call: Call, x: Tensor, dst: int) -> Tensor:
     """Sum over ranks on ``dst``; zeros on the others."""
-    if _at_once(group, x):
-        return moves.reduce(group, x, dst)
-    if _stays_here(group, x):
-        return x.clone()
-    if graph_wire.in_graph(x):
-        return _flattened(
-            x, lambda flat: graph_wire.reduce(flat, dst, group.rank, group.size, group.name)
-        )
-    planned = Planned("reduce", x.dtype, x.device, x.numel(), dst)
-    return _in_turn(group, planned, moves.reduce, x, dst)
+    return _dispatch(_REDUCE, call, x, dst)
 
 
 def all_to_all(
-    group: Group, x: Tensor, send: Sequence[int], receive: Sequence[int], *, equal: bool = False
+    call: Call, x: Tensor, send: Sequence[int], receive: Sequence[int], equal: bool = False
 ) -> Tensor:
     """Block ``r`` of ``x`` to rank ``r``; the blocks received, in rank order.
 
-    ``equal`` tells that all blocks between all ranks are known to have one size.
+    ``equal`` promises that all blocks between all ranks have one size.
     """
-    if _at_once(group, x):
-        return moves.all_to_all(group, x, send, receive, equal)
-    if _stays_here(group, x):
-        return x.clone() if group.size == 1 else x.new_empty((sum(receive), *x.shape[1:]))
-    if graph_wire.in_graph(x):
-        return graph_wire.all_to_all(x, send, receive, group.name)
-    counts = _in_elements(x, send), _in_elements(x, receive)
-    planned = Planned("all_to_all", x.dtype, x.device, 0, -1, *counts)
-    return _in_turn(group, planned, moves.all_to_all, x, send, receive, equal)
+    return _dispatch(_ALL_TO_ALL, call, x, send, receive, equal)
 
 
-def all_gather(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
+def all_gather(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
     """Every rank's block, in rank order, on every rank."""
-    if _at_once(group, x):
-        return moves.all_gather(group, x, counts)
-    if _stays_here(group, x):
-        return x.clone() if group.size == 1 else x.new_empty((sum(counts), *x.shape[1:]))
-    if graph_wire.in_graph(x):
-        return graph_wire.all_gather(x, counts, group.name)
-    planned = Planned("all_gather", x.dtype, x.device, 0, -1, _in_elements(x, counts))
-    return _in_turn(group, planned, moves.all_gather, x, counts)
+    return _dispatch(_ALL_GATHER, call, x, counts)
 
 
-def reduce_scatter(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
+def reduce_scatter(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
     """Block ``r`` of ``x``, summed over ranks, on rank ``r``."""
-    if _at_once(group, x):
-        return moves.reduce_scatter(group, x, counts)
-    if _stays_here(group, x):
-        return x.clone() if group.size == 1 else x.new_empty((counts[group.rank], *x.shape[1:]))
-    if graph_wire.in_graph(x):
-        return graph_wire.reduce_scatter(x, counts, group.rank, group.name)
-    planned = Planned("reduce_scatter", x.dtype, x.device, 0, -1, _in_elements(x, counts))
-    return _in_turn(group, planned, moves.reduce_scatter, x, counts)
+    return _dispatch(_REDUCE_SCATTER, call, x, counts)
 
 
-def send_words(
-    group: Group,
-    words: Sequence[int],
-    send: Sequence[int],
-    receive: Sequence[int],
-    device: torch.device,
-) -> list[int]:
-    """Send whole numbers to every rank, unwatched, and hear theirs."""
-    flat = torch.tensor(words, dtype=torch.int64, device=message_device(group, device))
-    heard: list[int] = moves.all_to_all(group, flat, send, receive).tolist()
-    return heard
+def overwrite(call: Call, x: Tensor, src: int) -> Callable[[], None]:
+    """Start to broadcast into ``x`` itself; the result waits for it. Other calls may start before.
+
+    What ``x`` held is gone, except on ``src``.
+    """
+    if _watcher is None and call_queue.is_free():
+        return eager.start_overwriting(call, x, src)
+    _in_turn(_BROADCAST, call, lambda: eager.overwrite(call, x, src), x, src)
+    return lambda: None
 
 
-def _flattened(x: Tensor, call: Callable[[Tensor], Tensor]) -> Tensor:
-    return call(x) if x.dim() == 1 else call(x.view(-1)).view(x.shape)
-
-
-def _in_elements(x: Tensor, counts: Sequence[int]) -> list[int]:
-    """Counts as ranks compare them: pieces of other widths do not fit."""
-    width = prod(x.shape[1:])
-    return [count * width for count in counts]
-
-
-def _at_once(group: Group, x: Tensor) -> bool:
-    """Nothing stands between the call and the backend: most calls, told in the shortest way."""
-    return (
+def _dispatch(operation: _Operation, call: Call, x: Tensor, *args: Any) -> Tensor:
+    # Fast path: eager, unwatched, no async call pending, several ranks, a plain tensor.
+    if (
         not torch.compiler.is_dynamo_compiling()
         and _watcher is None
-        and (not departures.LINE.waiting or departures.free())
-        and group.size > 1
-        and type(x) in _REAL
+        and (not call_queue.QUEUE.pending or call_queue.is_free())
+        and call.size > 1
+        and type(x) in _PLAIN
         and not x.is_meta
+    ):
+        return _run(operation, call, x, *args)
+    if call.size == 1 or x.is_meta:
+        return operation.alone(call, x, *args)
+    if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
+        return operation.in_graph(call, x, *args)
+    return _in_turn(operation, call, lambda: _run(operation, call, x, *args), x, *args)
+
+
+def _run(operation: _Operation, call: Call, x: Tensor, *args: Any) -> Tensor:
+    """Choose an algorithm and run it."""
+    x = x.resolve_conj().resolve_neg().contiguous()
+    situation = Situation(
+        operation.name,
+        call.group.backends.get(x.device) or call.group.backend(x.device),
+        x.is_cpu,
+        call.size,
+        *operation.sizes(call, x, *args),
+        x.dtype in eager.CAN_ADD,
     )
+    return choose(situation).run(call, x, *args)
 
 
-def _stays_here(group: Group, x: Tensor) -> bool:
-    """No communication: a world of one, or a meta tensor that only has a shape."""
-    return group.size == 1 or x.is_meta
-
-
-def _in_turn(group: Group, planned: Planned, move: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Make the call behind those that are under way, inside the watcher."""
+def _in_turn(
+    operation: _Operation, call: Call, run: Callable[[], Tensor], x: Tensor, *args: Any
+) -> Tensor:
+    """Run a call after those that are pending, inside the watcher."""
 
     def watched() -> Tensor:
         if _watcher is None:
-            return move(group, *args)
-        with _watcher(group, planned):
-            return move(group, *args)
+            return run()
+        with _watcher(call, _wire_call(operation, x, *args)):
+            return run()
 
-    return departures.in_turn(watched)
+    return call_queue.in_turn(watched)
+
+
+def _wire_call(operation: _Operation, x: Tensor, *args: Any) -> WireCall:
+    about = operation.name, x.dtype, x.device
+    if not operation.counts:
+        return WireCall(*about, x.numel(), args[0] if operation.rooted else -1)
+    width = _row_elements(x)  # pieces of other widths do not fit
+    counts = ([n * width for n in by_rank] for by_rank in args[: operation.counts])
+    return WireCall(*about, 0, -1, *counts)
+
+
+def _whole(call: Call, x: Tensor, *_: Any) -> tuple[int, int, bool]:
+    nbytes = x.nbytes
+    return nbytes, call.size * nbytes, True
+
+
+def _exchanged(
+    call: Call, x: Tensor, _send: Any, _receive: Any, equal: bool
+) -> tuple[int, int, bool]:
+    nbytes = x.nbytes
+    # Without the promise a rank does not know the others' sizes, so nothing may depend on them.
+    return (nbytes, call.size * nbytes, True) if equal else (0, 0, False)
+
+
+def _by_counts(_call: Call, x: Tensor, counts: Sequence[int]) -> tuple[int, int, bool]:
+    row = _row_elements(x) * x.element_size()
+    largest, total = max(counts), sum(counts)
+    return largest * row, total * row, largest * len(counts) == total
+
+
+def _row_elements(x: Tensor) -> int:
+    """How many elements there are for each step along the first dimension."""
+    return 1 if x.dim() == 1 else prod(x.shape[1:])
+
+
+def _copy(_call: Call, x: Tensor, *_: Any) -> Tensor:
+    return x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def _flat(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An op in a graph for tensors of one dimension, for those of any."""
+
+    def run(call: Call, x: Tensor, *args: Any) -> Tensor:
+        return op(call, x, *args) if x.dim() == 1 else op(call, x.reshape(-1), *args).view(x.shape)
+
+    return run
+
+
+def _rows(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same for ops with counts by rank, which become counts of elements."""
+
+    def run(call: Call, x: Tensor, *args: Any) -> Tensor:
+        if x.dim() == 1:
+            return op(call, x, *args)
+        width = _row_elements(x)
+        counts = ([n * width for n in a] if isinstance(a, (list, tuple)) else a for a in args)
+        return op(call, x.reshape(-1), *counts).view(-1, *x.shape[1:])
+
+    return run
+
+
+def _alone_reduced(call: Call, x: Tensor, scratch: bool) -> Tensor:
+    return x if scratch else _copy(call, x)
+
+
+def _alone_exchanged(call: Call, x: Tensor, _send: Any, receive: Sequence[int], _: bool) -> Tensor:
+    return _copy(call, x) if call.size == 1 else x.new_empty((sum(receive), *x.shape[1:]))
+
+
+def _alone_gathered(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
+    return _copy(call, x) if call.size == 1 else x.new_empty((sum(counts), *x.shape[1:]))
+
+
+def _alone_scattered(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
+    return _copy(call, x) if call.size == 1 else x.new_empty((counts[call.rank], *x.shape[1:]))
+
+
+_ALL_REDUCE = _Operation(
+    "all_reduce",
+    _whole,
+    _alone_reduced,
+    _flat(lambda call, x, _: graph_ops.all_reduce(x, call.group.name)),
+)
+_BROADCAST = _Operation(
+    "broadcast",
+    _whole,
+    _copy,
+    _flat(lambda call, x, src: graph_ops.broadcast(x, src, call.group.name)),
+    rooted=True,
+)
+_REDUCE = _Operation(
+    "reduce",
+    _whole,
+    _copy,
+    _flat(lambda call, x, dst: graph_ops.reduce(x, dst, call.rank, call.size, call.group.name)),
+    rooted=True,
+)
+_ALL_TO_ALL = _Operation(
+    "all_to_all",
+    _exchanged,
+    _alone_exchanged,
+    _rows(
+        lambda call, x, send, receive, _: graph_ops.all_to_all(x, send, receive, call.group.name)
+    ),
+    counts=2,
+)
+_ALL_GATHER = _Operation(
+    "all_gather",
+    _by_counts,
+    _alone_gathered,
+    _rows(lambda call, x, counts: graph_ops.all_gather(x, counts, call.group.name)),
+    counts=1,
+)
+_REDUCE_SCATTER = _Operation(
+    "reduce_scatter",
+    _by_counts,
+    _alone_scattered,
+    _rows(lambda call, x, counts: graph_ops.reduce_scatter(x, counts, call.rank, call.group.name)),
+    counts=1,
+)

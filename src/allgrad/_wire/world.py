@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]
 
+from allgrad._core.torch_internals import sequence_number
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -66,7 +68,7 @@ class World:
 
     def calls(self) -> int:
         """Count the calls this rank has put on the default group."""
-        return int(self.default._get_sequence_number_for_group())  # type: ignore[attr-defined]  # noqa: SLF001
+        return sequence_number(self.default)
 
 
 def stop() -> None:

@@ -1,77 +1,71 @@
-"""What callers pass, checked: nests of tensors, dimensions, ranks, and sizes given or found."""
+"""What every collective does with its arguments: leaves of a nest, checks, and running pairs."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from allgrad._autograd.async_calls import Handle, Landed, start
+from allgrad._autograd.async_calls import DoneHandle, Handle, start
 from allgrad._autograd.transforms import apply
-from allgrad._core.partition import Cut, even
-from allgrad._wire import graph_ops as graph_wire
-from allgrad._wire import handshake as agreement
-from allgrad._wire.handshake import Announcement, Brought
+from allgrad._core.torch_internals import FakeTensor
+from allgrad._wire import handshake
+from allgrad._wire.handshake import RankArgs, TensorSpec
+from allgrad.collectives._pair_cache import remember
 from allgrad.containers.nests import Frame, split_tensors
-from allgrad.errors import GroupError, InputError, ModeError, SizesError, TensorError
+from allgrad.errors import GroupError, InputError, ModeError, TensorError
 
 if TYPE_CHECKING:
-    from allgrad._wire.primitives import Group
+    from collections.abc import Callable, Sequence
+
+    from allgrad._autograd.adjoint_pair import AdjointPair
+    from allgrad._core.partition import Partition
+    from allgrad._wire.calls import Call
 
 __all__ = [
-    "Grad",
-    "Nest",
-    "Sizes",
-    "Taken",
-    "announce",
-    "attempt",
+    "Leaves",
+    "as_index",
+    "check_for_all",
     "check_grad",
     "check_rank",
-    "given_sizes",
-    "only_shapes",
-    "own_pieces",
-    "require_fit",
-    "shapes",
-    "shares",
-    "take",
-    "way_to_run",
+    "describe",
+    "exchange",
+    "has_only_shapes",
+    "take_leaves",
 ]
 
-Grad: TypeAlias = Literal["sum", "same", "none"]
-Sizes: TypeAlias = Sequence[int] | Literal["equal"] | None
-Nest = TypeVar("Nest")
 T = TypeVar("T")
-Started: TypeAlias = Handle[tuple[Tensor, ...]]
 
 
-class Taken(NamedTuple, Generic[Nest]):
-    """The tensors of a nest, and the nest to put their results into."""
+class Leaves:
+    """The tensors of a nest, and the nest into which their results go back."""
 
-    tensors: list[Tensor]
-    frame: Frame | None
+    __slots__ = ("frame", "tensors")
+
+    def __init__(self, tensors: list[Tensor], frame: Frame | None) -> None:
+        """Tensors in the order of the nest; no frame for a single tensor."""
+        self.tensors, self.frame = tensors, frame
 
     def put_back(self, results: Sequence[object]) -> Any:
+        """A nest of the same structure with one result for each leaf."""
         return results[0] if self.frame is None else self.frame(results)
 
     def names(self) -> list[str]:
+        """The leaves' names in the nest, for error messages."""
         return [""] if self.frame is None else self.frame.names()
 
-    def dims(self, op: str, dim: object) -> tuple[int, ...]:
-        """The dim of each tensor, counted from the front."""
-        return tuple(_dim_from_front(op, tensor, dim) for tensor in self.tensors)
-
-    def at_least_vectors(self) -> Taken[Nest]:
-        """A tensor without dimensions becomes a vector of one."""
-        vectors = [tensor if tensor.dim() else tensor.reshape(1) for tensor in self.tensors]
-        return Taken(vectors, self.frame)
+    def along(self, name: str, dim: object) -> tuple[Leaves, tuple[int, ...]]:
+        """The leaves, tensors without dimensions as vectors of one, and each one's dim from the front."""
+        dims = tuple(_dim_from_front(name, tensor, dim) for tensor in self.tensors)
+        if all(tensor.dim() for tensor in self.tensors):
+            return self, dims
+        vectors = [t if t.dim() else t.reshape(1) for t in self.tensors]
+        return Leaves(vectors, self.frame), dims
 
     def by_dtype(self) -> list[list[int]]:
-        """Which tensors travel together: those of one dtype, on one device."""
-        if len(self.tensors) == 1:
-            return [[0]]
+        """The numbers of leaves that travel together: of one dtype, on one device."""
         together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, tensor in enumerate(self.tensors):
             together.setdefault((tensor.dtype, tensor.device), []).append(i)
@@ -79,320 +73,224 @@ class Taken(NamedTuple, Generic[Nest]):
 
     def run(
         self,
-        call: Callable[[list[int], list[Tensor]], Sequence[Tensor] | Started],
+        make_pair: Callable[[list[int]], AdjointPair],
         *,
+        stop: bool = False,
         async_op: bool = False,
-    ) -> Nest:
-        """Call once for each dtype, with the tensors' numbers and the tensors; put back the results.
+        key: tuple[Any, ...] | None = None,
+    ) -> Any:
+        """Run one pair for each dtype, made for the numbers of its leaves.
 
-        With ``async_op`` what comes back is a handle of the nest.
+        ``stop`` ends the derivative; ``key`` caches the pair of a single tensor.
+        """
+
+        def run_pair(numbers: list[int], xs: list[Tensor]) -> Any:
+            pair = make_pair(numbers)
+            if key is not None and xs[0] is key[1]:  # not a vector made of a single number
+                remember(pair, *key)
+            return (start if async_op else apply)(pair, xs, stop=stop)
+
+        return self.call_each(run_pair, async_op=async_op)
+
+    def run_parts(
+        self,
+        partition: Partition,
+        make_pair: Callable[[Partition], AdjointPair],
+        *,
+        stop: bool = False,
+        async_op: bool = False,
+        key: tuple[Any, ...] | None = None,
+    ) -> Any:
+        """The same for pairs that are made for the leaves' part of a partition."""
+        whole = self.frame is None
+        return self.run(
+            lambda numbers: make_pair(partition if whole else partition.select(numbers)),
+            stop=stop,
+            async_op=async_op,
+            key=key,
+        )
+
+    def call_each(
+        self, call: Callable[[list[int], list[Tensor]], Any], *, async_op: bool = False
+    ) -> Any:
+        """Call once for each dtype with the leaves and their numbers; put the results back.
+
+        With ``async_op`` the result is a handle of the nest.
         """
         if self.frame is None and not async_op:
-            return cast("Nest", call([0], self.tensors)[0])  # type: ignore[index]
+            return call([0], self.tensors)[0]
         groups = self.by_dtype()
         made = [call(numbers, [self.tensors[i] for i in numbers]) for numbers in groups]
 
-        def put_back() -> Nest:
+        def finish() -> Any:
             results: list[Tensor] = list(self.tensors)
             for numbers, done in zip(groups, made, strict=True):
-                landed = done.wait() if isinstance(done, Handle) else done
-                for i, result in zip(numbers, landed, strict=True):
+                values = done.wait() if isinstance(done, Handle) else done
+                for i, result in zip(numbers, values, strict=True):
                     results[i] = result
-            return cast("Nest", self.put_back(results))
+            return self.put_back(results)
 
-        if any(isinstance(done, Handle) and not isinstance(done, Landed) for done in made):
-            return cast("Nest", Handle(put_back))
-        return cast("Nest", Landed(put_back())) if async_op else put_back()
-
-
-def way_to_run(async_op: bool) -> Callable[..., Any]:
-    """How a pair is run: to its end, or started only."""
-    return start if async_op else apply
+        if any(isinstance(done, Handle) and not isinstance(done, DoneHandle) for done in made):
+            return Handle(finish)
+        return DoneHandle(finish()) if async_op else finish()
 
 
-def shapes(x: object, free_dim: int | None = None) -> str:
-    """Shapes and dtypes in words, as they must be alike on every rank: a free dim is left open."""
+def take_leaves(name: str, x: object) -> Leaves:
+    """The tensors of a nest; raises for those that cannot travel."""
+    if isinstance(x, Tensor):
+        _check_tensor(name, x)
+        return Leaves([x], None)
+    tensors, frame = split_tensors(x)
+    if not tensors and frame.structure.num_leaves:
+        raise TensorError(
+            f"{name}: x is {type(x).__name__}, not a tensor.\nGive every rank a tensor."
+        )
+    for tensor in tensors:
+        _check_tensor(name, tensor)
+    return Leaves(tensors, frame)
+
+
+def describe(x: object, free_dim: int | None = None) -> str:
+    """Shapes and dtypes in words, as checked mode compares them: a free dim is left open."""
     try:
         tensors = [x] if isinstance(x, Tensor) else split_tensors(x)[0]
     except InputError:
         return "?"
     words = []
     for t in tensors:
-        lengths = [str(n) for n in t.shape]
-        if free_dim is not None and -t.dim() <= free_dim < t.dim():
+        lengths = ["?"] if t.is_nested else [str(n) for n in t.shape]
+        if free_dim is not None and -len(lengths) <= free_dim < len(lengths):
             lengths[free_dim] = "*"
         words.append(f"({', '.join(lengths)}) {str(t.dtype).removeprefix('torch.')}")
     return "; ".join(words)
 
 
-def take(op: str, x: Nest) -> Taken[Nest]:
-    """Take the tensors out of a nest, and let through only what can travel."""
-    if isinstance(x, Tensor):
-        _check_tensor(op, x)
-        return Taken([x], None)
-    tensors, frame = split_tensors(x)
-    if not tensors and frame.structure.num_leaves:
-        raise TensorError(
-            f"{op}: x is {type(x).__name__}, not a tensor.\nGive every rank a tensor."
-        )
-    for tensor in tensors:
-        _check_tensor(op, tensor)
-    return Taken(tensors, frame)
+_KNOWN_DTYPES = frozenset(handshake.DTYPES)
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 
-_USUAL = frozenset(agreement.DTYPES)
-
-
-def _check_tensor(op: str, x: Tensor) -> None:
-    plain = type(x) in {Tensor, torch.nn.Parameter} and x.layout is torch.strided
-    if plain and x.dtype in _USUAL and not x.is_nested and x.dim() <= agreement.MAX_DIMS:
+def _check_tensor(name: str, x: Tensor) -> None:
+    plain = type(x) in _PLAIN_TYPES and x.layout is torch.strided
+    if plain and x.dtype in _KNOWN_DTYPES and not x.is_nested and x.dim() <= handshake.MAX_DIMS:
         return
     if hasattr(x, "device_mesh"):
-        raise TensorError(f"{op}: x is a DTensor.\nGive its local piece, x.to_local().")
-    if x.is_nested or x.layout != torch.strided:
-        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-        raise TensorError(f"{op}: x is {kind}; only dense tensors travel.\nGive x.to_dense().")
-    if x.is_quantized:
-        raise TensorError(f"{op}: x is quantised.\nGive x.dequantize(), or its x.int_repr().")
-    if x.dtype not in agreement.DTYPES:
-        raise TensorError(f"{op}: no rank knows what {x.dtype} means.\nView x as another dtype.")
-    if x.dim() > agreement.MAX_DIMS:
+        raise TensorError(f"{name}: x is a DTensor.\nGive its local piece, x.to_local().")
+    if x.is_nested:
         raise TensorError(
-            f"{op}: x has {x.dim()} dimensions.\nReshape it to at most {agreement.MAX_DIMS}."
+            f"{name}: x is a nested tensor; only dense tensors travel.\n"
+            "Give x.values(), and its offsets as a second leaf."
+        )
+    if x.layout != torch.strided:
+        kind = str(x.layout).removeprefix("torch.")
+        raise TensorError(f"{name}: x is {kind}; only dense tensors travel.\nGive x.to_dense().")
+    if x.is_quantized:
+        raise TensorError(f"{name}: x is quantised.\nGive x.dequantize(), or its x.int_repr().")
+    if x.dtype not in _KNOWN_DTYPES:
+        raise TensorError(f"{name}: {x.dtype} cannot travel.\nView x as another dtype.")
+    if x.dim() > handshake.MAX_DIMS:
+        raise TensorError(
+            f"{name}: x has {x.dim()} dimensions.\nReshape it to at most {handshake.MAX_DIMS}."
         )
 
 
-def check_grad(op: str, grad: object) -> None:
-    """Let through a known meaning of the gradient."""
-    known = ("sum", "same", "none")
+def check_grad(name: str, grad: object, *, same: bool = False) -> bool:
+    """Raise unless this collective knows that meaning; tell whether the derivative stops."""
+    known = ("sum", "same", "none") if same else ("sum", "none")
     if grad not in known:
-        raise InputError(f"{op}: there is no grad={grad!r}.\nUse one of {list(known)}.")
+        raise InputError(f"{name}: there is no grad={grad!r}.\nUse one of {list(known)}.")
+    return grad == "none"
 
 
-def check_rank(op: str, group: Group, name: str, rank: object) -> int:
-    """Let through a rank within the group."""
-    value = _index(rank)
-    if value is None or not 0 <= value < group.size:
+def check_rank(name: str, call: Call, argument: str, rank: object) -> int:
+    """Raise unless this is a rank within the group."""
+    value = as_index(rank)
+    if value is None or not 0 <= value < call.size:
         raise GroupError(
-            f"{op}: {name}={rank!r} is not a rank of this group of {group.size}.\n"
-            f"Give the rank within the group, 0 to {group.size - 1}."
+            f"{name}: {argument}={rank!r} is not a rank of this group of {call.size}.\n"
+            f"Give the rank within the group, 0 to {call.size - 1}."
         )
     return value
 
 
-def _dim_from_front(op: str, x: Tensor, dim: object) -> int:
-    value, dims = _index(dim), max(x.dim(), 1)
-    if value is None or not -dims <= value < dims:
-        raise InputError(
-            f"{op}: dim={dim!r} is out of range for shape {tuple(x.shape)}.\n"
-            f"Give a dim from {-dims} to {dims - 1}."
-        )
-    return value % dims
-
-
-def given_sizes(op: str, group: Group, sizes: Sizes, name: str = "sizes") -> tuple[int, ...]:
-    """Let through sizes by rank: one whole number from 0 up for each."""
-    assert sizes is not None
-    if isinstance(sizes, str):
-        raise SizesError(f'{op}: {name}={sizes!r}.\nGive None, "equal", or one size for each rank.')
-    values = [_index(size) for size in sizes]
-    if len(values) != group.size:
-        raise SizesError(
-            f"{op}: {name} has {len(values)} entries for a group of {group.size} ranks.\n"
-            "Give one size for each rank, in rank order."
-        )
-    whole = tuple(value for value in values if value is not None and value >= 0)
-    if len(whole) != len(values):
-        raise SizesError(f"{op}: {name}={list(sizes)}.\nSizes are whole numbers from 0 up.")
-    return whole
-
-
-def shares(
-    op: str, group: Group, length: int, sizes: Sizes, name: str = "sizes"
-) -> tuple[int, ...]:
-    """How a length that this rank holds is cut for the ranks."""
-    if sizes is None:
-        return even(length, group.size)
-    if isinstance(sizes, str) and sizes == "equal":
-        if length % group.size:
-            raise SizesError(
-                f'{op}: {name}="equal", but {length} does not divide by {group.size} ranks.\n'
-                "Leave it out for shares as even as possible, or give one size for each rank."
-            )
-        return (length // group.size,) * group.size
-    values = given_sizes(op, group, sizes, name)
-    if sum(values) != length:
-        raise SizesError(
-            f"{op}: {name}={list(values)} add up to {sum(values)}, but x has {length} there.\n"
-            "Give sizes that add up to x's length along dim."
-        )
-    return values
-
-
-def _held(op: str, group: Group, length: int, sizes: Sizes) -> tuple[int, ...]:
-    """What each rank holds, as the caller says."""
-    if isinstance(sizes, str) and sizes == "equal":
-        return (length,) * group.size
-    values = given_sizes(op, group, sizes)
-    if values[group.rank] != length:
-        raise SizesError(
-            f"{op}: sizes={list(values)} say that rank {group.rank} holds {values[group.rank]}, "
-            f"but it holds {length}.\nGive what each rank holds along dim, in rank order."
-        )
-    return values
-
-
-def own_pieces(
-    op: str, group: Group, x: Nest, dim: object, sizes: Sizes
-) -> tuple[Taken[Nest], Cut]:
-    """Check pieces of a ragged whole, and find what each rank holds of it.
-
-    With ``sizes=None`` a mistake on one rank is told to all of them in the size exchange.
-    """
-
-    def check() -> tuple[Taken[Nest], tuple[int, ...]]:
-        taken = take(op, x)
-        dims = taken.dims(op, dim)
-        return taken.at_least_vectors(), dims
-
-    find_out = sizes is None and group.size > 1
-    checked = attempt(check, others_wait=find_out)
-    if isinstance(checked, InputError):
-        raise announce(op, group, x, checked)
-    taken, dims = checked
-    lengths = [t.shape[d] for t, d in zip(taken.tensors, dims, strict=True)]
-    if not find_out:
-        known = "equal" if sizes is None else sizes
-        return taken, Cut(dims, tuple(_held(op, group, n, known) for n in lengths))
-    heard = exchange(op, group, taken, dims)
-    require_fit(op, taken, heard, free=True)
-    found = zip(*([b.shape[b.dim] for b in a.tensors] for a in heard), strict=True)
-    return taken, Cut(dims, tuple(found))
-
-
-def attempt(check: Callable[[], T], *, others_wait: bool) -> T | InputError:
-    """Check this rank's arguments; hand the error back when other ranks wait to hear of it."""
-    try:
-        return check()
-    except InputError as error:
-        if not others_wait or torch.compiler.is_compiling():
-            raise
-        return error
-
-
-def exchange(
-    op: str,
-    group: Group,
-    taken: Taken[Any],
-    dims: Sequence[int],
-    counts: Sequence[Sequence[int]] | None = None,
-) -> list[Announcement]:
-    """Tell all ranks what this one brings; raise if any of them has a problem with its own."""
-    if only_shapes(taken):
-        raise ModeError(
-            f"{op}: under torch.compile, and for fake and meta tensors, the ranks cannot tell each "
-            f"other their sizes.\n{_ADVICE.get(op, _ADVICE['all_gather'])}"
-        )
-    brought = tuple(
-        Brought(t.dtype, tuple(t.shape), dim) for t, dim in zip(taken.tensors, dims, strict=True)
-    )
-    names = 0 if taken.frame is None else agreement.hash_names(taken.names())
-    device = taken.tensors[0].device if taken.tensors else torch.get_default_device()
-    return agreement.exchange(group, Announcement(op, brought, names), device, counts)
-
-
-_ADVICE = {
-    "all_gather": 'Give sizes=, what each rank holds; or sizes="equal" where all pieces have one.',
-    "all_to_all": 'Give recv_sizes=, what each rank sends to this one; or send_sizes="equal".',
-    "scatter": "Give sizes= on every rank, and off src a tensor that is empty along dim.",
-    "sizes": "Call it before, and pass the sizes in.",
-}
-
-
-def only_shapes(taken: Taken[Any]) -> bool:
-    """Tell whether no message can be sent about the call before it: it is traced, or fake, or meta."""
-    return torch.compiler.is_compiling() or any(graph_wire.only_shapes(t) for t in taken.tensors)
-
-
-def announce(op: str, group: Group, x: object, problem: InputError) -> InputError:
-    """Tell all ranks of this one's problem; what comes back is raised everywhere."""
-    brought: tuple[Brought, ...] = ()
-    device = torch.get_default_device()
-    if isinstance(x, Tensor):
-        device = x.device
-        if x.dim() <= agreement.MAX_DIMS:
-            dtype = x.dtype if x.dtype in agreement.DTYPES else None
-            brought = (Brought(dtype, tuple(x.shape), 0),)
-    try:
-        agreement.exchange(group, Announcement(op, brought, problem=problem), device)
-    except InputError as told:
-        return told
-    return problem
-
-
-def require_fit(op: str, taken: Taken[Any], heard: Sequence[Announcement], *, free: bool) -> None:
-    """Raise on every rank unless the pieces agree in everything but, if free, their length in dim."""
-    rows = [", ".join(str(b) for b in a.tensors[:3]) or "no tensor" for a in heard]
-    agreement.require_alike(
-        [a.op for a in heard],
-        rows,
-        f"{op}: the ranks called different collectives.",
-        lambda odd, _: f"called {heard[odd].op}",
-        "Call the same collectives in the same order on every rank.",
-    )
-    agreement.require_alike(
-        [(len(a.tensors), a.names) for a in heard],
-        [f"{len(a.tensors)} tensors" for a in heard],
-        f"{op}: the ranks bring nests of one structure.",
-        lambda _, __: "another structure",
-        "Give every rank the same containers, keys and lengths, with tensors in the same places.",
-    )
-    for i, name in enumerate(taken.names()):
-        _require_one_fits(
-            f"{op}: {name}: " if name else f"{op}: ", [a.tensors[i] for a in heard], free
-        )
-
-
-def _require_one_fits(op: str, heard: list[Brought], free: bool) -> None:
-    rows = [str(b) for b in heard]
-    agreement.require_alike(
-        [b.dtype for b in heard],
-        rows,
-        f"{op}pieces have one dtype.",
-        lambda _, usual: f"not {str(heard[usual].dtype).removeprefix('torch.')}",
-        "Cast the pieces to one dtype before the call.",
-    )
-    agreement.require_alike(
-        [len(b.shape) for b in heard],
-        rows,
-        f"{op}pieces have one number of dimensions.",
-        lambda odd, usual: f"{len(heard[odd].shape)} dimensions, not {len(heard[usual].shape)}",
-        "Reshape the pieces before the call.",
-    )
-    agreement.require_alike(
-        [b.dim for b in heard],
-        [f"{b}, dim {b.dim}" for b in heard],
-        f"{op}the ranks name one dim.",
-        lambda odd, usual: f"dim {heard[odd].dim}, not {heard[usual].dim}",
-        "Give every rank the same dim.",
-    )
-    free_dim = heard[0].dim if free else -1
-    rule = f"pieces may differ along dim {free_dim} only" if free else "all ranks have one shape"
-    for other in range(len(heard[0].shape)):
-        if other != free_dim:
-            agreement.require_alike(
-                [b.shape[other] for b in heard],
-                rows,
-                f"{op}{rule}.",
-                lambda _, __, d=other: f"differs in dim {d}",  # type: ignore[misc]
-                f"Give every rank the same length in dim {other} before the call.",
-            )
-
-
-def _index(value: object) -> int | None:
+def as_index(value: object) -> int | None:
+    """A whole number, or None for anything else."""
     if isinstance(value, bool):
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def _dim_from_front(name: str, x: Tensor, dim: object) -> int:
+    value, dims = as_index(dim), max(x.dim(), 1)
+    if value is None or not -dims <= value < dims:
+        raise InputError(
+            f"{name}: dim={dim!r} is out of range for shape {tuple(x.shape)}.\n"
+            f"Give a dim from {-dims} to {dims - 1}."
+        )
+    return value % dims
+
+
+def check_for_all(
+    call: Call, operation: str, x: object, check: Callable[[], T], *, exchanged: bool
+) -> T:
+    """Check this rank's arguments before the ranks exchange theirs.
+
+    A mistake is told to all ranks in that exchange, and raised on every one. Where nothing is
+    exchanged it is raised here alone.
+    """
+    try:
+        return check()
+    except InputError as error:
+        if not exchanged or torch.compiler.is_compiling():
+            raise
+        problem = error
+    specs: tuple[TensorSpec, ...] = ()
+    device = torch.get_default_device()
+    if isinstance(x, Tensor):
+        device = x.device
+        if not x.is_nested and x.dim() <= handshake.MAX_DIMS:
+            dtype = x.dtype if x.dtype in _KNOWN_DTYPES else None
+            specs = (TensorSpec(dtype, tuple(x.shape), 0),)
+    rows = handshake.exchange(call, RankArgs(operation, specs, problem=problem), device)
+    rows.decoded()  # raises
+    raise problem
+
+
+def exchange(  # noqa: PLR0917
+    call: Call,
+    operation: str,
+    leaves: Leaves,
+    dims: Sequence[int],
+    amounts: Sequence[Sequence[int]] | None = None,
+    root: int = -1,
+) -> handshake.Exchange:
+    """Tell all ranks what this one holds, and learn what they hold."""
+    if has_only_shapes(leaves):
+        raise ModeError(
+            f"{call.name}: under torch.compile, and for fake and meta tensors, the ranks cannot tell "
+            f"each other their sizes.\n{_ADVICE.get(operation, _ADVICE['all_gather'])}"
+        )
+    specs = tuple(
+        TensorSpec(t.dtype, tuple(t.shape), dim)
+        for t, dim in zip(leaves.tensors, dims, strict=True)
+    )
+    names = 0 if leaves.frame is None else handshake.hash_names(leaves.names())
+    device = leaves.tensors[0].device if leaves.tensors else torch.get_default_device()
+    return handshake.exchange(call, RankArgs(operation, specs, names, root), device, amounts)
+
+
+_ADVICE = {
+    "all_gather": 'Give sizes=, what each rank holds; or sizes="equal" where all pieces have one.',
+    "all_to_all": 'Give recv_sizes=, what each rank sends to this one; or send_sizes="equal".',
+    "scatter": "Give sizes= on every rank, and off src a tensor that is empty along dim.",
+    "gather_sizes": "Call it before, and pass the sizes in.",
+}
+
+
+def has_only_shapes(leaves: Leaves) -> bool:
+    """Tell whether no message can be sent about the call: it is traced, or fake, or meta."""
+    return torch.compiler.is_compiling() or any(
+        isinstance(t, FakeTensor) or t.is_meta for t in leaves.tensors
+    )

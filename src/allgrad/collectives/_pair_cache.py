@@ -1,7 +1,7 @@
-"""Calls like ones before them: found by what they are given, and checked no more.
+"""Cache of adjoint pairs by call signature: a repeated call skips the argument checks.
 
-A training loop makes the same calls in every step. What the checks of the first one made, its
-adjoint pair, serves the next; of a small call the checks would be half of the time.
+A training loop makes the same calls in every step; the checks would be half of the time of a small
+one.
 """
 
 from __future__ import annotations
@@ -11,45 +11,45 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from allgrad._wire import groups
+from allgrad._wire.calls import group_key
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from allgrad._autograd.adjoint_pair import AdjointPair
-    from allgrad._wire.primitives import GroupLike
+    from allgrad._wire.groups import GroupLike
 
-__all__ = ["frozen", "recall", "remember"]
+__all__ = ["hashable", "recall", "remember"]
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _MOST = 4096
 _PAIRS: dict[tuple[Hashable, ...], AdjointPair] = {}
 
 
-def frozen(sizes: object) -> object:
-    """Sizes as a call can be known by them."""
+def hashable(sizes: object) -> object:
+    """Sizes as part of a signature."""
     return tuple(sizes) if isinstance(sizes, list) else sizes
 
 
 def recall(name: str, x: object, group: GroupLike, *given: object) -> AdjointPair | None:
-    """The pair of a call like this one, if there was any and calls need not be described."""
-    among = groups.reference(group)
-    if among is None or type(x) not in _PLAIN or x.is_nested:  # type: ignore[attr-defined]
+    """The pair of a call with this signature; none while calls are described for checked mode."""
+    key = group_key(group)
+    if key is None or type(x) not in _PLAIN_TYPES or x.is_nested:  # type: ignore[attr-defined]
         return None
     try:
-        return _PAIRS.get((name, among, x.shape, x.dtype, x.layout, *given))  # type: ignore[attr-defined]
-    except TypeError:  # an argument that cannot be looked up
+        return _PAIRS.get((name, key, x.shape, x.dtype, x.layout, *given))  # type: ignore[attr-defined]
+    except TypeError:  # an argument that cannot be hashed
         return None
 
 
 def remember(pair: AdjointPair, name: str, x: object, group: GroupLike, *given: object) -> None:
-    """Keep the pair of a call whose arguments were good, for the next like it."""
-    among = groups.reference(group)
-    if among is None or type(x) not in _PLAIN:
+    """Keep the pair of a call whose arguments were good, for the next one like it."""
+    key = group_key(group)
+    if key is None or type(x) not in _PLAIN_TYPES:
         return
     if len(_PAIRS) >= _MOST:
         _PAIRS.clear()
     try:
-        _PAIRS[name, among, x.shape, x.dtype, x.layout, *given] = pair  # type: ignore[attr-defined]
+        _PAIRS[name, key, x.shape, x.dtype, x.layout, *given] = pair  # type: ignore[attr-defined]
     except TypeError:
         return

@@ -1,63 +1,77 @@
-"""all_gather <-> reduce_scatter; all_gather of a value that counts once <-> split."""
+"""all_gather <-> reduce_scatter; with ``grad="same"``, all_gather <-> split."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from allgrad._autograd.adjoint_pair import AdjointPair
 from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
-from allgrad._core.partition import Cut, apart, plain, together
-from allgrad._wire import graph_ops as graph_wire
+from allgrad._core.partition import Partition, pack_flat, real_memory, unpack
+from allgrad._wire import graph_ops
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import (
-    Grad,
-    Nest,
-    Sizes,
-    Taken,
-    announce,
-    attempt,
+    Leaves,
+    check_for_all,
     check_grad,
+    describe,
     exchange,
-    only_shapes,
-    own_pieces,
-    require_fit,
-    shapes,
-    shares,
-    take,
-    way_to_run,
+    has_only_shapes,
+    take_leaves,
 )
-from allgrad.collectives._pair_cache import frozen, recall, remember
+from allgrad.collectives._mismatch import pieces_differ
+from allgrad.collectives._pair_cache import hashable, recall
+from allgrad.collectives._sizes import held_pieces, partition_for
 from allgrad.collectives.all_to_all import exchange_pair
-from allgrad.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from allgrad._wire.primitives import Group, GroupLike
+    from allgrad._wire.calls import Call
+    from allgrad.types import Grad, GroupLike, Handle, Nest, Op, Sizes, SumOrNone
 
 __all__ = [
     "all_gather",
     "gather_pair",
-    "once_pair",
+    "gather_sizes",
     "reduce_pieces",
     "reduce_scatter",
-    "sizes",
+    "same_pair",
     "split",
 ]
 
 
+@overload
 def all_gather(
     x: Nest,
+    dim: int = ...,
+    *,
+    sizes: Sizes = ...,
+    group: GroupLike = ...,
+    grad: Grad = ...,
+    async_op: Literal[False] = ...,
+) -> Nest: ...
+@overload
+def all_gather(
+    x: Nest,
+    dim: int = ...,
+    *,
+    sizes: Sizes = ...,
+    group: GroupLike = ...,
+    grad: Grad = ...,
+    async_op: Literal[True],
+) -> Handle[Nest]: ...
+def all_gather(
+    x: Any,
     dim: int = 0,
     *,
     sizes: Sizes = None,
     group: GroupLike = None,
     grad: Grad = "sum",
     async_op: bool = False,
-) -> Nest:
+) -> Any:
     """Give every rank all pieces, joined along ``dim`` in rank order.
 
         rank 0   [ a a ]              [ a a | b | c c c ]
@@ -76,33 +90,51 @@ def all_gather(
 
     Cost: one collective each way, plus one size exchange unless ``sizes`` is given.
     """
-    given = None if sizes is None else ("all_gather", x, group, dim, frozen(sizes), grad)
-    known = None if async_op or given is None else recall(*given)
+    key = None if sizes is None else ("all_gather", x, group, dim, hashable(sizes), grad)
+    known = None if async_op or key is None else recall(*key)
     if known is not None:
-        return apply(known, (x,), stop=grad == "none")[0]  # type: ignore[arg-type, return-value]
-    ranks = wire.resolve("all_gather", group, lambda: f"dim={dim}, grad={grad}, {shapes(x, dim)}")
-    check_grad("all_gather", grad)
-    taken, cut = own_pieces("all_gather", ranks, x, dim, sizes)
-    make_pair = once_pair if grad == "same" else gather_pair
-
-    def run(which: list[int], xs: list[Tensor]) -> Any:
-        pair = make_pair(ranks, cut.of(which))
-        if given is not None and xs[0] is x:  # not a vector made of a single number
-            remember(pair, *given)
-        return way_to_run(async_op)(pair, xs, stop=grad == "none")
-
-    return taken.run(run, async_op=async_op)
+        return apply(known, (x,), stop=grad == "none")[0]
+    call = wire.resolve("all_gather", group, lambda: f"dim={dim}, grad={grad}, {describe(x, dim)}")
+    stop = check_grad("all_gather", grad, same=True)
+    leaves, partition = held_pieces(call, x, dim, sizes)
+    make_pair = same_pair if grad == "same" else gather_pair
+    return leaves.run_parts(
+        partition, lambda part: make_pair(call, part), stop=stop, async_op=async_op, key=key
+    )
 
 
+@overload
 def reduce_scatter(
     x: Nest,
+    dim: int = ...,
+    op: Op = ...,
+    *,
+    sizes: Sizes = ...,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[False] = ...,
+) -> Nest: ...
+@overload
+def reduce_scatter(
+    x: Nest,
+    dim: int = ...,
+    op: Op = ...,
+    *,
+    sizes: Sizes = ...,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[True],
+) -> Handle[Nest]: ...
+def reduce_scatter(
+    x: Any,
     dim: int = 0,
-    op: reductions.Op = "sum",
+    op: Op = "sum",
     *,
     sizes: Sizes = None,
     group: GroupLike = None,
+    grad: SumOrNone = "sum",
     async_op: bool = False,
-) -> Nest:
+) -> Any:
     """Reduce over ranks, and give each rank its own piece of the result.
 
         rank 0   [ a0 a0 | b0 | c0 ]         [ a0+a1+a2  a0+a1+a2 ]
@@ -120,62 +152,88 @@ def reduce_scatter(
 
     Cost: one collective each way, plus one exchange of shapes unless ``sizes`` is given.
     """
-    given = None if sizes is None else ("reduce_scatter", x, group, dim, op, frozen(sizes))
-    known = None if async_op or given is None else recall(*given)
+    key = None if sizes is None else ("reduce_scatter", x, group, dim, op, hashable(sizes), grad)
+    known = None if async_op or key is None else recall(*key)
     if known is not None:
-        return apply(known, (x,))[0]  # type: ignore[arg-type, return-value]
-    ranks = wire.resolve("reduce_scatter", group, lambda: f"dim={dim}, op={op}, {shapes(x)}")
+        return apply(known, (x,), stop=grad == "none")[0]
+    call = wire.resolve("reduce_scatter", group, lambda: f"dim={dim}, op={op}, {describe(x)}")
+    stop = check_grad("reduce_scatter", grad)
+    compare_shapes = sizes is None and call.size > 1
 
-    def check() -> tuple[Taken[Nest], Cut, list[reductions.Reduction]]:
-        taken = take("reduce_scatter", x)
-        dims = taken.dims("reduce_scatter", dim)
-        found = [reductions.find("reduce_scatter", op, t.dtype) for t in taken.tensors]
-        taken = taken.at_least_vectors()
-        return taken, _shares("reduce_scatter", ranks, taken, dims, sizes), found
+    def check() -> tuple[Leaves, Partition, list[reductions.Reduction]]:
+        leaves, dims = take_leaves("reduce_scatter", x).along("reduce_scatter", dim)
+        found = [reductions.find("reduce_scatter", op, t.dtype) for t in leaves.tensors]
+        return leaves, partition_for(call, leaves, dims, sizes), found
 
-    verify = sizes is None and ranks.size > 1
-    checked = attempt(check, others_wait=verify)
-    if isinstance(checked, InputError):
-        raise announce("reduce_scatter", ranks, x, checked)
-    taken, cut, found = checked
-    if verify and not only_shapes(taken):
-        heard = exchange("reduce_scatter", ranks, taken, cut.dims)
-        require_fit("reduce_scatter", taken, heard, free=False)
+    leaves, partition, found = check_for_all(
+        call, "reduce_scatter", x, check, exchanged=compare_shapes
+    )
+    if compare_shapes and not has_only_shapes(leaves):
+        rows = exchange(call, "reduce_scatter", leaves, partition.dims)
+        if not rows.same():
+            raise pieces_differ(call, leaves, rows.decoded(), free=False)
+    if any(not reduction.linear for reduction in found):
+        return leaves.call_each(
+            lambda numbers, xs: reduce_pieces(
+                call, found[numbers[0]], xs, partition.select(numbers), stop=stop
+            ),
+            async_op=async_op,
+        )
 
-    def run(which: list[int], xs: list[Tensor]) -> Any:
-        reduction = found[which[0]]
-        if not reduction.linear:
-            return reduce_pieces(ranks, reduction, xs, cut.of(which))
-        share = 1 if reduction.name == "sum" else ranks.size
-        pair = gather_pair(ranks, cut.of(which), divided_by=share).adjoint
-        if given is not None and xs[0] is x:  # not a vector made of a single number
-            remember(pair, *given)
-        return way_to_run(async_op)(pair, xs)
+    def make_pair(numbers: list[int]) -> AdjointPair:
+        divided_by = 1 if found[numbers[0]].name == "sum" else call.size
+        return gather_pair(call, partition.select(numbers), divided_by=divided_by).adjoint
 
-    return taken.run(run, async_op=async_op)
+    return leaves.run(make_pair, stop=stop, async_op=async_op, key=key)
 
 
 def reduce_pieces(
-    ranks: Group, reduction: reductions.Reduction, xs: Sequence[Tensor], cut: Cut
+    call: Call,
+    reduction: reductions.Reduction,
+    xs: Sequence[Tensor],
+    partition: Partition,
+    *,
+    stop: bool = False,
 ) -> list[Tensor]:
-    """Bring the pieces together, reduce them, and keep the own one, arguments known to be good."""
-    own = [sizes[ranks.rank] for sizes in cut.sizes]
-    incoming = Cut(cut.dims, tuple((size,) * ranks.size for size in own))
-    exchanged = apply(exchange_pair(ranks, cut, incoming), xs)
+    """Exchange the pieces, reduce them, and keep the own block; the arguments are known to be good."""
+    own = [sizes[call.rank] for sizes in partition.sizes]
+    incoming = Partition(partition.dims, tuple((size,) * call.size for size in own))
+    exchanged = apply(exchange_pair(call, partition, incoming), xs, stop=stop)
     return [
-        reduction.stacked(x.unflatten(dim, (ranks.size, size)), dim)
-        for x, dim, size in zip(exchanged, cut.dims, own, strict=True)
+        reduction.stacked(x.unflatten(dim, (call.size, size)), dim)
+        for x, dim, size in zip(exchanged, partition.dims, own, strict=True)
     ]
 
 
+@overload
 def split(
     x: Nest,
+    dim: int = ...,
+    *,
+    sizes: Sizes = ...,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[False] = ...,
+) -> Nest: ...
+@overload
+def split(
+    x: Nest,
+    dim: int = ...,
+    *,
+    sizes: Sizes = ...,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[True],
+) -> Handle[Nest]: ...
+def split(
+    x: Any,
     dim: int = 0,
     *,
     sizes: Sizes = None,
     group: GroupLike = None,
+    grad: SumOrNone = "sum",
     async_op: bool = False,
-) -> Nest:
+) -> Any:
     """Keep the own piece of a value that all ranks hold.
 
         rank 0   [ a a | b | c ]         [ a a ]
@@ -193,19 +251,24 @@ def split(
 
     Cost: nothing forward, one collective backward.
     """
-    ranks = wire.resolve("split", group, lambda: f"dim={dim}, {shapes(x)}")
-    taken = take("split", x)
-    dims = taken.dims("split", dim)
-    taken = taken.at_least_vectors()
-    cut = _shares("split", ranks, taken, dims, sizes)
-    run = way_to_run(async_op)
-    return taken.run(
-        lambda which, xs: run(once_pair(ranks, cut.of(which)).adjoint, xs), async_op=async_op
+    call = wire.resolve("split", group, lambda: f"dim={dim}, {describe(x)}")
+    stop = check_grad("split", grad)
+    leaves, dims = take_leaves("split", x).along("split", dim)
+    partition = partition_for(call, leaves, dims, sizes)
+    return leaves.run_parts(
+        partition,
+        lambda part: same_pair(call, part).adjoint,
+        stop=stop,
+        async_op=async_op,
     )
 
 
-def sizes(x: object, dim: int = 0, *, group: GroupLike = None) -> Any:
-    """Tell what each rank holds along ``dim``, in rank order.
+@overload
+def gather_sizes(x: Tensor, dim: int = ..., *, group: GroupLike = ...) -> tuple[int, ...]: ...
+@overload
+def gather_sizes(x: object, dim: int = ..., *, group: GroupLike = ...) -> Any: ...
+def gather_sizes(x: object, dim: int = 0, *, group: GroupLike = None) -> Any:
+    """Give every rank what each rank holds along ``dim``, in rank order.
 
         rank 0   [ a a ]              (2, 1, 3)
         rank 1   [ b ]       --->     (2, 1, 3)
@@ -215,47 +278,49 @@ def sizes(x: object, dim: int = 0, *, group: GroupLike = None) -> Any:
 
     Cost: one size exchange. Pass the result as ``sizes=`` to save it in later calls.
     """
-    ranks = wire.resolve("sizes", group, lambda: f"dim={dim}, {shapes(x, dim)}")
-    taken, cut = own_pieces("sizes", ranks, x, dim, None)
-    return taken.put_back(cut.sizes)
+    call = wire.resolve("gather_sizes", group, lambda: f"dim={dim}, {describe(x, dim)}")
+    leaves, partition = held_pieces(call, x, dim, None)
+    return leaves.put_back(partition.sizes)
 
 
-def _shares(op: str, ranks: Group, taken: Taken[Any], dims: tuple[int, ...], sizes: Sizes) -> Cut:
-    lengths = (t.shape[dim] for t, dim in zip(taken.tensors, dims, strict=True))
-    return Cut(dims, tuple(shares(op, ranks, length, sizes) for length in lengths))
-
-
-def gather_pair(ranks: Group, cut: Cut, *, divided_by: int = 1) -> AdjointPair:
+def gather_pair(call: Call, partition: Partition, *, divided_by: int = 1) -> AdjointPair:
     """all_gather <-> reduce_scatter, both divided by a number where a mean is meant."""
+    rows = partition.sizes[0] if partition.dims == (0,) else None
 
     def gather(xs: Sequence[Tensor]) -> list[Tensor]:
-        out = wire.all_gather(ranks, cut.pieces(xs), cut.counts(xs))
-        return cut.join(_divide(out, divided_by), xs)
+        if rows is not None:  # a single tensor travels as it is
+            return [_divided(wire.all_gather(call, xs[0], rows), divided_by)]
+        out = wire.all_gather(call, partition.pack_own(xs), partition.counts(xs))
+        return partition.join(_divided(out, divided_by), xs)
 
     def reduce_and_keep(xs: Sequence[Tensor]) -> list[Tensor]:
-        out = wire.reduce_scatter(ranks, cut.lay_out(xs), cut.counts(xs))
-        return apart(_divide(out, divided_by), cut.shapes(xs, ranks.rank))
+        if rows is not None:
+            return [_divided(wire.reduce_scatter(call, xs[0], rows), divided_by)]
+        out = wire.reduce_scatter(call, partition.pack_blocks(xs), partition.counts(xs))
+        return unpack(_divided(out, divided_by), partition.shapes(xs, call.rank))
 
     return AdjointPair("all_gather", "reduce_scatter", gather, reduce_and_keep)
 
 
-def once_pair(ranks: Group, cut: Cut) -> AdjointPair:
-    """all_gather <-> split: pieces on one side, on the other a joined value that counts once."""
+def same_pair(call: Call, partition: Partition) -> AdjointPair:
+    """all_gather <-> split: pieces on one side, on the other a joined value that all ranks use alike."""
 
     def keep(xs: Sequence[Tensor]) -> list[Tensor]:
-        return [plain(x) if not x.is_contiguous() else x.clone() for x in cut.own(xs, ranks.rank)]
+        own = partition.own_blocks(xs, call.rank)
+        return [x.clone() if x.is_contiguous() else real_memory(x) for x in own]
 
-    def gather_once(xs: Sequence[Tensor]) -> list[Tensor]:
-        counts = cut.counts(xs)
-        return cut.join(graph_wire.gather_once(together(xs), counts, ranks.rank, ranks.name), xs)
+    def gather_same(xs: Sequence[Tensor]) -> list[Tensor]:
+        counts, name = partition.counts(xs), call.group.name
+        return partition.join(graph_ops.gather_once(pack_flat(xs), counts, call.rank, name), xs)
 
     def keep_block(xs: Sequence[Tensor]) -> list[Tensor]:
-        flat = graph_wire.keep_block(cut.lay_out(xs), cut.counts(xs), ranks.rank, ranks.name)
-        return apart(flat, cut.shapes(xs, ranks.rank))
+        counts, name = partition.counts(xs), call.group.name
+        flat = graph_ops.keep_block(partition.pack_blocks(xs), counts, call.rank, name)
+        return unpack(flat, partition.shapes(xs, call.rank))
 
-    traced = (gather_once, keep_block) if ranks.size > 1 else None
-    return AdjointPair("all_gather", "split", gather_pair(ranks, cut).forward, keep, traced)
+    traced = (gather_same, keep_block) if call.size > 1 else None
+    return AdjointPair("all_gather", "split", gather_pair(call, partition).forward, keep, traced)
 
 
-def _divide(fresh: Tensor, by: int) -> Tensor:
+def _divided(fresh: Tensor, by: int) -> Tensor:
     return fresh if by == 1 else fresh.div_(by)

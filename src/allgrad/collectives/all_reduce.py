@@ -1,42 +1,61 @@
-"""all_reduce, its own adjoint; all_reduce of a value that counts once <-> share."""
+"""all_reduce, its own adjoint; with ``grad="same"``, all_reduce <-> share."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from allgrad._autograd.adjoint_pair import AdjointPair
 from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
-from allgrad._core.partition import Cut, apart_like, even, together, whole
-from allgrad._wire import graph_ops as graph_wire
+from allgrad._core.partition import Partition, even, pack, pack_flat, unpack_like
+from allgrad._wire import graph_ops
 from allgrad._wire import primitives as wire
-from allgrad.collectives._inputs import Grad, Nest, check_grad, shapes, take, way_to_run
-from allgrad.collectives._pair_cache import recall, remember
-from allgrad.collectives.all_gather import gather_pair, once_pair, reduce_pieces
+from allgrad.collectives._inputs import check_grad, describe, take_leaves
+from allgrad.collectives._pair_cache import recall
+from allgrad.collectives.all_gather import gather_pair, reduce_pieces, same_pair
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from allgrad._wire.primitives import Group, GroupLike
+    from allgrad._wire.calls import Call
+    from allgrad.types import Grad, GroupLike, Handle, Nest, Op, SumOrNone
 
 __all__ = ["all_reduce", "share"]
 
 # Up to here every rank gets all pieces in one message and reduces them itself; above, each rank
-# reduces its share of the elements and the shares are gathered.
+# reduces its part of the elements and the parts are gathered.
 _WHOLE_PIECES_UP_TO = 256 * 1024
 
 
+@overload
 def all_reduce(
     x: Nest,
-    op: reductions.Op = "sum",
+    op: Op = ...,
+    *,
+    group: GroupLike = ...,
+    grad: Grad = ...,
+    async_op: Literal[False] = ...,
+) -> Nest: ...
+@overload
+def all_reduce(
+    x: Nest,
+    op: Op = ...,
+    *,
+    group: GroupLike = ...,
+    grad: Grad = ...,
+    async_op: Literal[True],
+) -> Handle[Nest]: ...
+def all_reduce(
+    x: Any,
+    op: Op = "sum",
     *,
     group: GroupLike = None,
     grad: Grad = "sum",
     async_op: bool = False,
-) -> Nest:
+) -> Any:
     """Reduce over ranks, and give every rank the result.
 
         rank 0   [ a ]         [ a+b+c ]
@@ -58,42 +77,65 @@ def all_reduce(
 
     Cost: one collective each way; two for a large ``min``, ``max``, ``prod`` or ``logsumexp``.
     """
-    known = None if async_op else recall("all_reduce", x, group, op, grad)
+    key = ("all_reduce", x, group, op, grad)
+    known = None if async_op else recall(*key)
     if known is not None:
-        return apply(known, (x,), stop=grad == "none")[0]  # type: ignore[arg-type, return-value]
-    ranks = wire.resolve("all_reduce", group, lambda: f"op={op}, grad={grad}, {shapes(x)}")
-    check_grad("all_reduce", grad)
-    taken = take("all_reduce", x)
-    found = [reductions.find("all_reduce", op, t.dtype) for t in taken.tensors]
+        return apply(known, (x,), stop=grad == "none")[0]
+    call = wire.resolve("all_reduce", group, lambda: f"op={op}, grad={grad}, {describe(x)}")
+    stop = check_grad("all_reduce", grad, same=True)
+    leaves = take_leaves("all_reduce", x)
+    found = [reductions.find("all_reduce", op, t.dtype) for t in leaves.tensors]
+    if any(not reduction.linear for reduction in found):
+        return leaves.call_each(
+            lambda numbers, xs: _reduce_pieces(call, found[numbers[0]], xs, grad),
+            async_op=async_op,
+        )
 
-    def run(which: list[int], xs: list[Tensor]) -> Any:
-        reduction = found[which[0]]
-        if not reduction.linear:
-            return _reduce_pieces(ranks, reduction, xs, grad)
-        divided_by = 1 if reduction.name == "sum" else ranks.size
-        pair = _once_pair(ranks, divided_by) if grad == "same" else _sum_pair(ranks, divided_by)
-        remember(pair, "all_reduce", x, group, op, grad)
-        return way_to_run(async_op)(pair, xs, stop=grad == "none")
+    def make_pair(numbers: list[int]) -> AdjointPair:
+        divided_by = 1 if found[numbers[0]].name == "sum" else call.size
+        return (_same_pair if grad == "same" else _sum_pair)(call, divided_by)
 
-    return taken.run(run, async_op=async_op)
+    return leaves.run(make_pair, stop=stop, async_op=async_op, key=key)
 
 
 def _reduce_pieces(
-    ranks: Group, reduction: reductions.Reduction, xs: Sequence[Tensor], grad: Grad
+    call: Call, reduction: reductions.Reduction, xs: Sequence[Tensor], grad: Grad
 ) -> Any:
     stop = grad == "none"
-    make_pair = once_pair if grad == "same" else gather_pair
-    if sum(x.numel() * x.element_size() for x in xs) * ranks.size <= _WHOLE_PIECES_UP_TO:
-        rows = Cut((0,) * len(xs), ((1,) * ranks.size,) * len(xs))
-        stacked = apply(make_pair(ranks, rows), [x.unsqueeze(0) for x in xs], stop=stop)
+    make_pair = same_pair if grad == "same" else gather_pair
+    if sum(x.numel() * x.element_size() for x in xs) * call.size <= _WHOLE_PIECES_UP_TO:
+        rows = Partition((0,) * len(xs), ((1,) * call.size,) * len(xs))
+        stacked = apply(make_pair(call, rows), [x.unsqueeze(0) for x in xs], stop=stop)
         return [reduction.stacked(t, 0) for t in stacked]
-    shares = Cut((0,) * len(xs), tuple(even(x.numel(), ranks.size) for x in xs))
-    own = reduce_pieces(ranks, reduction, [x.reshape(-1) for x in xs], shares)
-    joined = apply(make_pair(ranks, shares), own, stop=stop)
+    parts = Partition((0,) * len(xs), tuple(even(x.numel(), call.size) for x in xs))
+    own = reduce_pieces(call, reduction, [x.reshape(-1) for x in xs], parts, stop=stop)
+    joined = apply(make_pair(call, parts), own, stop=stop)
     return [y.view(x.shape) for x, y in zip(xs, joined, strict=True)]
 
 
-def share(x: Nest, *, group: GroupLike = None, async_op: bool = False) -> Nest:
+@overload
+def share(
+    x: Nest,
+    *,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[False] = ...,
+) -> Nest: ...
+@overload
+def share(
+    x: Nest,
+    *,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[True],
+) -> Handle[Nest]: ...
+def share(
+    x: Any,
+    *,
+    group: GroupLike = None,
+    grad: SumOrNone = "sum",
+    async_op: bool = False,
+) -> Any:
     """Pass a value that all ranks hold to work that differs by rank.
 
         rank 0   [ v ]         [ v ]
@@ -108,39 +150,37 @@ def share(x: Nest, *, group: GroupLike = None, async_op: bool = False) -> Nest:
 
     Cost: nothing forward (the result is a view of ``x``), one collective backward.
     """
-    ranks = wire.resolve("share", group, lambda: shapes(x))
-    pair = _once_pair(ranks, 1).adjoint
-    run = way_to_run(async_op)
-    return take("share", x).run(lambda _, xs: run(pair, xs), async_op=async_op)
+    call = wire.resolve("share", group, lambda: describe(x))
+    stop = check_grad("share", grad)
+    pair = _same_pair(call, 1).adjoint
+    return take_leaves("share", x).run(lambda _: pair, stop=stop, async_op=async_op)
 
 
-def _sum_pair(ranks: Group, divided_by: int) -> AdjointPair:
-    reduce = partial(_reduced, ranks, divided_by)
+def _sum_pair(call: Call, divided_by: int) -> AdjointPair:
+    reduce = partial(_reduced, call, divided_by)
     return AdjointPair("all_reduce", "all_reduce", reduce, reduce)
 
 
-def _once_pair(ranks: Group, divided_by: int) -> AdjointPair:
-    """all_reduce <-> share: terms on one side, on the other a sum that counts once."""
+def _same_pair(call: Call, divided_by: int) -> AdjointPair:
+    """all_reduce <-> share: terms on one side, on the other a sum that all ranks use alike."""
 
     def hand_over(xs: Sequence[Tensor]) -> list[Tensor]:
         return [x if divided_by == 1 else x / divided_by for x in xs]
 
-    def reduce_once(xs: Sequence[Tensor]) -> list[Tensor]:
-        return _divided(graph_wire.sum_once(together(xs), ranks.name), xs, divided_by)
+    def reduce_same(xs: Sequence[Tensor]) -> list[Tensor]:
+        return _divided(graph_ops.sum_once(pack_flat(xs), call.group.name), xs, divided_by)
 
     def share(xs: Sequence[Tensor]) -> list[Tensor]:
-        return _divided(graph_wire.share(together(xs), ranks.name), xs, divided_by)
+        return _divided(graph_ops.share(pack_flat(xs), call.group.name), xs, divided_by)
 
-    traced = (reduce_once, share) if ranks.size > 1 else None
-    reduce = partial(_reduced, ranks, divided_by)
+    traced = (reduce_same, share) if call.size > 1 else None
+    reduce = partial(_reduced, call, divided_by)
     return AdjointPair("all_reduce", "share", reduce, hand_over, traced)
 
 
-def _reduced(ranks: Group, by: int, xs: Sequence[Tensor]) -> list[Tensor]:
-    copied = len(xs) > 1 or not xs[0].is_contiguous()
-    total = wire.all_reduce(ranks, whole(xs), scratch=copied)
-    return apart_like(total if by == 1 else total.div_(by), xs)
+def _reduced(call: Call, by: int, xs: Sequence[Tensor]) -> list[Tensor]:
+    return _divided(wire.all_reduce(call, pack(xs), scratch=len(xs) > 1), xs, by)
 
 
 def _divided(fresh: Tensor, xs: Sequence[Tensor], by: int) -> list[Tensor]:
-    return apart_like(fresh if by == 1 else fresh.div_(by), xs)
+    return unpack_like(fresh if by == 1 else fresh.div_(by), xs)

@@ -3,48 +3,95 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._autograd.async_calls import Handle
 from allgrad._autograd.transforms import apply
-from allgrad._core.partition import Cut, plain
+from allgrad._core.partition import Partition
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import (
-    Nest,
-    Sizes,
-    Taken,
-    announce,
-    attempt,
+    Leaves,
+    check_for_all,
+    check_grad,
+    describe,
     exchange,
-    given_sizes,
-    require_fit,
-    shapes,
-    shares,
-    take,
-    way_to_run,
+    take_leaves,
 )
-from allgrad.collectives._pair_cache import frozen, recall, remember
-from allgrad.errors import InputError
+from allgrad.collectives._mismatch import pieces_differ
+from allgrad.collectives._pair_cache import hashable, recall
+from allgrad.collectives._sizes import given_sizes, partition_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from allgrad._wire.primitives import Group, GroupLike
+    from allgrad._wire.calls import Call
+    from allgrad.types import GroupLike, Nest, Sizes, SumOrNone
 
 __all__ = ["all_to_all", "exchange_pair"]
 
 
+@overload
 def all_to_all(
     x: Nest,
+    dim: int = ...,
+    *,
+    send_sizes: Sizes = ...,
+    recv_sizes: Sizes = ...,
+    return_sizes: Literal[False] = ...,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[False] = ...,
+) -> Nest: ...
+@overload
+def all_to_all(
+    x: Nest,
+    dim: int = ...,
+    *,
+    send_sizes: Sizes = ...,
+    recv_sizes: Sizes = ...,
+    return_sizes: Literal[False] = ...,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[True],
+) -> Handle[Nest]: ...
+@overload
+def all_to_all(
+    x: Nest,
+    dim: int = ...,
+    *,
+    send_sizes: Sizes = ...,
+    recv_sizes: Sizes = ...,
+    return_sizes: Literal[True],
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[False] = ...,
+) -> tuple[Nest, Any]: ...
+@overload
+def all_to_all(
+    x: Nest,
+    dim: int = ...,
+    *,
+    send_sizes: Sizes = ...,
+    recv_sizes: Sizes = ...,
+    return_sizes: Literal[True],
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[True],
+) -> Handle[tuple[Nest, Any]]: ...
+def all_to_all(
+    x: Any,
     dim: int = 0,
     *,
     send_sizes: Sizes = None,
     recv_sizes: Sizes = None,
+    return_sizes: bool = False,
     group: GroupLike = None,
+    grad: SumOrNone = "sum",
     async_op: bool = False,
-) -> Nest:
+) -> Any:
     """Send block ``r`` of ``x`` to rank ``r``; join what arrives in rank order.
 
         rank 0   [ a0 | a1 a1 | a2 ]         [ a0 | b0 b0 | c0 ]
@@ -57,75 +104,77 @@ def all_to_all(
     ``recv_sizes=None`` finds out what arrives. ``send_sizes="equal"`` promises that all blocks
     between all ranks have one size.
 
+    ``return_sizes=True`` gives ``(result, sizes)``: what each rank sent to this one, a nest of such
+    tuples for a nest. The way back of a dispatch then needs no size exchange of its own:
+    ``all_to_all(y, send_sizes=sizes, recv_sizes=sent)``.
+
     Cost: one collective each way, plus one size exchange unless ``recv_sizes`` is given.
     """
     if isinstance(send_sizes, str) and recv_sizes is None:
         recv_sizes = send_sizes
-    sizes: tuple[object, object] = send_sizes, recv_sizes
-    if not isinstance(recv_sizes, str):
-        sizes = frozen(send_sizes), frozen(recv_sizes)
-    given = ("all_to_all", x, group, dim, *sizes)
-    known = None if async_op or recv_sizes is None else recall(*given)
-    if known is not None:
-        return apply(known, (x,))[0]  # type: ignore[arg-type, return-value]
-    ranks = wire.resolve("all_to_all", group, lambda: f"dim={dim}, {shapes(x, dim)}")
-
-    def check() -> tuple[Taken[Nest], Cut, Cut | None]:
-        taken = take("all_to_all", x)
-        dims = taken.dims("all_to_all", dim)
-        taken = taken.at_least_vectors()
-        lengths = [t.shape[axis] for t, axis in zip(taken.tensors, dims, strict=True)]
-        send = [shares("all_to_all", ranks, n, send_sizes, "send_sizes") for n in lengths]
-        if recv_sizes is None:
-            alone = ranks.size == 1
-            return taken, Cut(dims, tuple(send)), Cut(dims, tuple(send)) if alone else None
-        if isinstance(recv_sizes, str) and recv_sizes == "equal":
-            receive = [(sizes[ranks.rank],) * ranks.size for sizes in send]
-        else:
-            given = given_sizes("all_to_all", ranks, recv_sizes, "recv_sizes")
-            receive = [given for _ in lengths]
-        return taken, Cut(dims, tuple(send)), Cut(dims, tuple(receive))
-
-    checked = attempt(check, others_wait=recv_sizes is None and ranks.size > 1)
-    if isinstance(checked, InputError):
-        raise announce("all_to_all", ranks, x, checked)
-    taken, send, receive = checked
-    if receive is None:
-        heard = exchange("all_to_all", ranks, taken, send.dims, send.sizes)
-        require_fit("all_to_all", taken, heard, free=True)
-        arriving = zip(*([b.amount for b in a.tensors] for a in heard), strict=True)
-        receive = Cut(send.dims, tuple(arriving))
-    into = receive
-
     equal = isinstance(send_sizes, str) and isinstance(recv_sizes, str)
+    given = ("all_to_all", x, group, dim, hashable(send_sizes), hashable(recv_sizes), grad)
+    key = None if recv_sizes is None else given
+    known = None if async_op or return_sizes or key is None else recall(*key)
+    if known is not None:
+        return apply(known, (x,), stop=grad == "none")[0]
+    call = wire.resolve("all_to_all", group, lambda: f"dim={dim}, {describe(x, dim)}")
+    stop = check_grad("all_to_all", grad)
 
-    def run(which: list[int], xs: list[Tensor]) -> Any:
-        pair = exchange_pair(ranks, send.of(which), into.of(which), equal=equal)
-        if recv_sizes is not None and xs[0] is x:  # not a vector made of a single number
-            remember(pair, *given)
-        return way_to_run(async_op)(pair, xs)
+    def check() -> tuple[Leaves, Partition, Partition | None]:
+        leaves, dims = take_leaves("all_to_all", x).along("all_to_all", dim)
+        send = partition_for(call, leaves, dims, send_sizes, "send_sizes")
+        if recv_sizes is None:
+            return leaves, send, send if call.size == 1 else None
+        if isinstance(recv_sizes, str) and recv_sizes == "equal":
+            receive = tuple((sizes[call.rank],) * call.size for sizes in send.sizes)
+        else:
+            given = given_sizes("all_to_all", call, recv_sizes, "recv_sizes")
+            receive = (given,) * len(dims)
+        return leaves, send, Partition(dims, receive)
 
-    return taken.run(run, async_op=async_op)
+    find_out = recv_sizes is None and call.size > 1
+    leaves, send, received = check_for_all(call, "all_to_all", x, check, exchanged=find_out)
+    if received is None:
+        rows = exchange(call, "all_to_all", leaves, send.dims, send.sizes)
+        amounts = rows.amounts()
+        if amounts is None:
+            raise pieces_differ(call, leaves, rows.decoded(), free=True)
+        received = Partition(send.dims, amounts)
+    receive = received
+    result = leaves.run(
+        lambda numbers: exchange_pair(
+            call, send.select(numbers), receive.select(numbers), equal=equal
+        ),
+        stop=stop,
+        async_op=async_op,
+        key=key,
+    )
+    if not return_sizes:
+        return result
+    sizes = leaves.put_back(receive.sizes)
+    return Handle(lambda: (result.wait(), sizes)) if async_op else (result, sizes)
 
 
-def exchange_pair(ranks: Group, send: Cut, receive: Cut, *, equal: bool = False) -> AdjointPair:
+def exchange_pair(
+    call: Call, send: Partition, receive: Partition, *, equal: bool = False
+) -> AdjointPair:
     """Blocks of ``send`` sizes out, blocks of ``receive`` sizes in; swapped in the adjoint.
 
-    ``equal`` tells that all blocks between all ranks have one size.
+    ``equal`` promises that all blocks between all ranks have one size.
     """
     return AdjointPair(
         "all_to_all",
         "all_to_all",
-        partial(_exchange, ranks, send, receive, equal),
-        partial(_exchange, ranks, receive, send, equal),
+        partial(_exchange, call, send, receive, equal),
+        partial(_exchange, call, receive, send, equal),
     )
 
 
 def _exchange(
-    ranks: Group, send: Cut, receive: Cut, equal: bool, xs: Sequence[Tensor]
+    call: Call, send: Partition, receive: Partition, equal: bool, xs: Sequence[Tensor]
 ) -> list[Tensor]:
-    if send.by_rows(xs):  # asked once: of a small call, asking takes longer than all else
-        sizes = send.sizes[0], receive.sizes[0]
-        return [wire.all_to_all(ranks, plain(xs[0]), *sizes, equal=equal)]
+    if send.is_rows(xs):  # a single tensor travels as it is
+        return [wire.all_to_all(call, xs[0], send.sizes[0], receive.sizes[0], equal)]
     counts = send.counts(xs), receive.counts(xs)
-    return receive.join(wire.all_to_all(ranks, send.lay_out(xs), *counts, equal=equal), xs)
+    return receive.join(wire.all_to_all(call, send.pack_blocks(xs), *counts, equal), xs)

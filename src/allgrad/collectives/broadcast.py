@@ -1,47 +1,58 @@
-"""broadcast <-> reduce; broadcast of a value that counts once <-> keeping it on src."""
+"""broadcast <-> reduce; with ``grad="same"``, broadcast <-> keeping it on src."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from allgrad._autograd.adjoint_pair import AdjointPair
 from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
-from allgrad._core.partition import Cut, apart_like, together, whole
-from allgrad._wire import graph_ops as graph_wire
+from allgrad._core.partition import Partition, pack, pack_flat, unpack_like
+from allgrad._wire import graph_ops
 from allgrad._wire import primitives as wire
-from allgrad.collectives._inputs import (
-    Grad,
-    Nest,
-    check_grad,
-    check_rank,
-    shapes,
-    take,
-    way_to_run,
-)
-from allgrad.collectives._pair_cache import recall, remember
-from allgrad.collectives.gather import to_one_pair
+from allgrad.collectives._inputs import check_grad, check_rank, describe, take_leaves
+from allgrad.collectives._pair_cache import recall
+from allgrad.collectives.gather import gather_pair
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from allgrad._wire.primitives import Group, GroupLike
+    from allgrad._wire.calls import Call
+    from allgrad.types import Grad, GroupLike, Handle, Nest, Op, SumOrNone
 
 __all__ = ["broadcast", "reduce"]
 
 
+@overload
 def broadcast(
     x: Nest,
+    src: int = ...,
+    *,
+    group: GroupLike = ...,
+    grad: Grad = ...,
+    async_op: Literal[False] = ...,
+) -> Nest: ...
+@overload
+def broadcast(
+    x: Nest,
+    src: int = ...,
+    *,
+    group: GroupLike = ...,
+    grad: Grad = ...,
+    async_op: Literal[True],
+) -> Handle[Nest]: ...
+def broadcast(
+    x: Any,
     src: int = 0,
     *,
     group: GroupLike = None,
     grad: Grad = "sum",
     async_op: bool = False,
-) -> Nest:
+) -> Any:
     """Give every rank what ``src`` holds.
 
         rank 0   [ a ]         [ a ]
@@ -61,27 +72,47 @@ def broadcast(
 
     Cost: one collective each way.
     """
-    known = None if async_op else recall("broadcast", x, group, src, grad)
+    key = ("broadcast", x, group, src, grad)
+    known = None if async_op else recall(*key)
     if known is not None:
-        return apply(known, (x,), stop=grad == "none")[0]  # type: ignore[arg-type, return-value]
-    ranks = wire.resolve("broadcast", group, lambda: f"src={src}, grad={grad}, {shapes(x)}")
-    check_grad("broadcast", grad)
-    root = check_rank("broadcast", ranks, "src", src)
-    taken = take("broadcast", x)
-    pair = _once_pair(ranks, root) if grad == "same" else _sum_pair(ranks, root)
-    remember(pair, "broadcast", x, group, src, grad)
-    run = way_to_run(async_op)
-    return taken.run(lambda _, xs: run(pair, xs, stop=grad == "none"), async_op=async_op)
+        return apply(known, (x,), stop=grad == "none")[0]
+    call = wire.resolve("broadcast", group, lambda: f"src={src}, grad={grad}, {describe(x)}")
+    stop = check_grad("broadcast", grad, same=True)
+    root = check_rank("broadcast", call, "src", src)
+    pair = (_same_pair if grad == "same" else _sum_pair)(call, root)
+    leaves = take_leaves("broadcast", x)
+    return leaves.run(lambda _: pair, stop=stop, async_op=async_op, key=key)
 
 
+@overload
 def reduce(
     x: Nest,
+    dst: int = ...,
+    op: Op = ...,
+    *,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[False] = ...,
+) -> Nest: ...
+@overload
+def reduce(
+    x: Nest,
+    dst: int = ...,
+    op: Op = ...,
+    *,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[True],
+) -> Handle[Nest]: ...
+def reduce(
+    x: Any,
     dst: int = 0,
-    op: reductions.Op = "sum",
+    op: Op = "sum",
     *,
     group: GroupLike = None,
+    grad: SumOrNone = "sum",
     async_op: bool = False,
-) -> Nest:
+) -> Any:
     """Reduce over ranks, and give ``dst`` the result; the others get zeros.
 
         rank 0   [ a ]         [ a+b+c ]
@@ -94,57 +125,63 @@ def reduce(
         rank 1   A   <---  [ - ]
         rank 2   A         [ - ]
 
-    Use the result on every rank, if only by adding its sum to the loss: backward needs everyone.
+    Use the result on every rank, if only by adding its sum to the loss: backward needs every rank.
 
     Cost: one collective each way. ``min``, ``max``, ``prod`` and ``logsumexp`` bring all pieces
     to ``dst``.
     """
-    ranks = wire.resolve("reduce", group, lambda: f"dst={dst}, op={op}, {shapes(x)}")
-    dst = check_rank("reduce", ranks, "dst", dst)
-    taken = take("reduce", x)
-    found = [reductions.find("reduce", op, t.dtype) for t in taken.tensors]
-    return taken.run(
-        lambda which, xs: _reduce(ranks, found[which[0]], xs, dst, async_op), async_op=async_op
-    )
+    call = wire.resolve("reduce", group, lambda: f"dst={dst}, op={op}, {describe(x)}")
+    stop = check_grad("reduce", grad)
+    root = check_rank("reduce", call, "dst", dst)
+    leaves = take_leaves("reduce", x)
+    found = [reductions.find("reduce", op, t.dtype) for t in leaves.tensors]
+    if any(not reduction.linear for reduction in found):
+        return leaves.call_each(
+            lambda numbers, xs: _reduce_pieces(call, found[numbers[0]], xs, root, stop=stop),
+            async_op=async_op,
+        )
+
+    def make_pair(numbers: list[int]) -> AdjointPair:
+        divided_by = 1 if found[numbers[0]].name == "sum" else call.size
+        return _sum_pair(call, root, divided_by).adjoint
+
+    return leaves.run(make_pair, stop=stop, async_op=async_op)
 
 
-def _reduce(
-    ranks: Group, reduction: reductions.Reduction, xs: Sequence[Tensor], dst: int, async_op: bool
-) -> Any:
-    if reduction.linear:
-        divided_by = 1 if reduction.name == "sum" else ranks.size
-        return way_to_run(async_op)(_sum_pair(ranks, dst, divided_by).adjoint, xs)
-    rows = Cut((0,) * len(xs), ((1,) * ranks.size,) * len(xs))
-    stacked = apply(to_one_pair(ranks, rows, dst), [x.unsqueeze(0) for x in xs])
-    if ranks.rank == dst:
+def _reduce_pieces(
+    call: Call, reduction: reductions.Reduction, xs: Sequence[Tensor], dst: int, *, stop: bool
+) -> list[Tensor]:
+    rows = Partition((0,) * len(xs), ((1,) * call.size,) * len(xs))
+    stacked = apply(gather_pair(call, rows, dst), [x.unsqueeze(0) for x in xs], stop=stop)
+    if call.rank == dst:
         return [reduction.stacked(t, 0) for t in stacked]
-    # The sum of no rows: zeros that stay in the graph, for backward needs everyone.
+    # The sum of no rows: zeros that stay in the graph, for backward needs every rank.
     return [t.any(0) if t.dtype == torch.bool else t.sum(0, dtype=t.dtype) for t in stacked]
 
 
-def _sum_pair(ranks: Group, root: int, divided_by: int = 1) -> AdjointPair:
+def _sum_pair(call: Call, root: int, divided_by: int = 1) -> AdjointPair:
     def send(xs: Sequence[Tensor]) -> list[Tensor]:
-        out = wire.broadcast(ranks, whole(xs), root)
-        return apart_like(out if divided_by == 1 else out.div_(divided_by), xs)
+        return _divided(wire.broadcast(call, pack(xs), root), xs, divided_by)
 
     def collect(xs: Sequence[Tensor]) -> list[Tensor]:
-        out = wire.reduce(ranks, whole(xs), root)
-        return apart_like(out if divided_by == 1 else out.div_(divided_by), xs)
+        return _divided(wire.reduce(call, pack(xs), root), xs, divided_by)
 
     return AdjointPair("broadcast", "reduce", send, collect)
 
 
-def _once_pair(ranks: Group, src: int) -> AdjointPair:
+def _same_pair(call: Call, src: int) -> AdjointPair:
     def keep(xs: Sequence[Tensor]) -> list[Tensor]:
-        return [x.clone() if ranks.rank == src else torch.zeros_like(x) for x in xs]
+        return [x.clone() if call.rank == src else torch.zeros_like(x) for x in xs]
 
-    def send_once(xs: Sequence[Tensor]) -> list[Tensor]:
-        flat = graph_wire.broadcast_once(together(xs), src, ranks.name)
-        return apart_like(flat, xs)
+    def send_same(xs: Sequence[Tensor]) -> list[Tensor]:
+        return unpack_like(graph_ops.broadcast_once(pack_flat(xs), src, call.group.name), xs)
 
     def keep_on(xs: Sequence[Tensor]) -> list[Tensor]:
-        flat = graph_wire.keep_on(together(xs), src, ranks.name)
-        return apart_like(flat, xs)
+        return unpack_like(graph_ops.keep_on(pack_flat(xs), src, call.group.name), xs)
 
-    traced = (send_once, keep_on) if ranks.size > 1 else None
-    return AdjointPair("broadcast", "keep on src", _sum_pair(ranks, src).forward, keep, traced)
+    traced = (send_same, keep_on) if call.size > 1 else None
+    return AdjointPair("broadcast", "keep on src", _sum_pair(call, src).forward, keep, traced)
+
+
+def _divided(fresh: Tensor, xs: Sequence[Tensor], by: int) -> list[Tensor]:
+    return unpack_like(fresh if by == 1 else fresh.div_(by), xs)

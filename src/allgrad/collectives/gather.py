@@ -2,52 +2,71 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from allgrad._autograd.adjoint_pair import AdjointPair
-from allgrad._core.partition import Cut, apart
+from allgrad._core.partition import Partition, unpack
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import (
-    Nest,
-    Sizes,
-    Taken,
-    announce,
-    attempt,
+    Leaves,
+    check_for_all,
+    check_grad,
     check_rank,
+    describe,
     exchange,
-    given_sizes,
-    only_shapes,
-    own_pieces,
-    require_fit,
-    shapes,
-    shares,
-    take,
-    way_to_run,
+    has_only_shapes,
+    take_leaves,
 )
-from allgrad.errors import InputError, TensorError, rank_table
+from allgrad.collectives._mismatch import pieces_differ
+from allgrad.collectives._sizes import given_sizes, held_pieces, partition_for
+from allgrad.errors import TensorError, rank_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from allgrad._wire.handshake import Announcement, Brought
-    from allgrad._wire.primitives import Group, GroupLike
+    from allgrad._wire.calls import Call
+    from allgrad._wire.handshake import Exchange, RankArgs, TensorSpec
+    from allgrad.types import GroupLike, Handle, Nest, Sizes, SumOrNone
 
-__all__ = ["gather", "scatter", "to_one_pair"]
+__all__ = ["gather", "gather_pair", "scatter"]
 
 
+@overload
 def gather(
     x: Nest,
+    dst: int = ...,
+    dim: int = ...,
+    *,
+    sizes: Sizes = ...,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[False] = ...,
+) -> Nest: ...
+@overload
+def gather(
+    x: Nest,
+    dst: int = ...,
+    dim: int = ...,
+    *,
+    sizes: Sizes = ...,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[True],
+) -> Handle[Nest]: ...
+def gather(
+    x: Any,
     dst: int = 0,
     dim: int = 0,
     *,
     sizes: Sizes = None,
     group: GroupLike = None,
+    grad: SumOrNone = "sum",
     async_op: bool = False,
-) -> Nest:
+) -> Any:
     """Give ``dst`` all pieces, joined along ``dim`` in rank order; the others get an empty piece.
 
         rank 0   [ a a ]              [ a a | b | c c c ]
@@ -60,19 +79,66 @@ def gather(
         rank 1   [ B ]       <---     [ ]
         rank 2   [ C C C ]            [ ]
 
-    Use the result on every rank, if only by adding its sum to the loss: backward needs everyone.
+    Use the result on every rank, if only by adding its sum to the loss: backward needs every rank.
 
     Cost: one collective each way, plus one size exchange unless ``sizes`` is given.
     """
-    ranks = wire.resolve("gather", group, lambda: f"dst={dst}, dim={dim}, {shapes(x, dim)}")
-    dst = check_rank("gather", ranks, "dst", dst)
-    taken, cut = own_pieces("gather", ranks, x, dim, sizes)
-    run = way_to_run(async_op)
-    return taken.run(
-        lambda which, xs: run(to_one_pair(ranks, cut.of(which), dst), xs), async_op=async_op
+    call = wire.resolve("gather", group, lambda: f"dst={dst}, dim={dim}, {describe(x, dim)}")
+    stop = check_grad("gather", grad)
+    root = check_rank("gather", call, "dst", dst)
+    leaves, partition = held_pieces(call, x, dim, sizes)
+    return leaves.run_parts(
+        partition,
+        lambda part: gather_pair(call, part, root),
+        stop=stop,
+        async_op=async_op,
     )
 
 
+@overload
+def scatter(
+    x: None,
+    src: int = ...,
+    dim: int = ...,
+    *,
+    sizes: Sizes = ...,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def scatter(
+    x: None,
+    src: int = ...,
+    dim: int = ...,
+    *,
+    sizes: Sizes = ...,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[True],
+) -> Handle[Tensor]: ...
+@overload
+def scatter(
+    x: Nest,
+    src: int = ...,
+    dim: int = ...,
+    *,
+    sizes: Sizes = ...,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[False] = ...,
+) -> Nest: ...
+@overload
+def scatter(
+    x: Nest,
+    src: int = ...,
+    dim: int = ...,
+    *,
+    sizes: Sizes = ...,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[True],
+) -> Handle[Nest]: ...
 def scatter(
     x: Any,
     src: int = 0,
@@ -80,6 +146,7 @@ def scatter(
     *,
     sizes: Sizes = None,
     group: GroupLike = None,
+    grad: SumOrNone = "sum",
     async_op: bool = False,
 ) -> Any:
     """Cut what ``src`` holds along ``dim``, and give each rank its piece.
@@ -94,119 +161,125 @@ def scatter(
         rank 1   -                     <---  [ B ]
         rank 2   -                           [ C C C ]
 
-    ``sizes`` are read on ``src``; ``None`` cuts as evenly as possible. Off ``src`` a tensor that
-    is empty along ``dim`` may stand for None; it then has an (empty) gradient. When ``src`` cuts a
-    nest, the others pass the same nest of such empty tensors. Under ``torch.compile``
-    every rank gives ``sizes``, and those off ``src`` such tensors.
+    ``sizes`` are read on ``src``; ``None`` divides as evenly as possible. Off ``src`` any tensor may
+    stand for None; it is ignored, as in ``broadcast``, and its gradient is zero. When ``src`` cuts
+    a nest, the others pass a nest of the same structure. Under ``torch.compile`` every rank gives
+    ``sizes``, and those off ``src`` a tensor with the other dimensions of the one on ``src``.
 
     Cost: one collective each way, and one exchange in which ``src`` tells shape and dtype.
     """
-    ranks = wire.resolve("scatter", group, lambda: f"src={src}, dim={dim}")
-    src = check_rank("scatter", ranks, "src", src)
+    call = wire.resolve("scatter", group, lambda: f"src={src}, dim={dim}")
+    stop = check_grad("scatter", grad)
+    root = check_rank("scatter", call, "src", src)
+    here = call.rank == root
 
-    here = ranks.rank == src
-
-    def check() -> tuple[Taken[Any], Cut]:
+    def check() -> tuple[Leaves, Partition]:
         if here and x is None:
             raise TensorError("scatter: x is None on src.\nGive src the tensor to cut.")
-        taken = Taken([], None) if x is None else take("scatter", x)
-        dims = taken.dims("scatter", dim)
-        taken = taken.at_least_vectors()
-        lengths = [t.shape[axis] for t, axis in zip(taken.tensors, dims, strict=True)]
-        if here:
-            return taken, Cut(dims, tuple(shares("scatter", ranks, n, sizes) for n in lengths))
-        if any(lengths):
-            raise TensorError("scatter: only src holds x.\nPass None on the other ranks.")
-        return taken, Cut(dims, tuple((0,) * ranks.size for _ in lengths))
+        leaves = Leaves([], None) if x is None else take_leaves("scatter", x)
+        if not here:
+            leaves, dims = leaves.along("scatter", 0)
+            return leaves, Partition(dims, ((0,) * call.size,) * len(dims))
+        leaves, dims = leaves.along("scatter", dim)
+        return leaves, partition_for(call, leaves, dims, sizes)
 
-    checked = attempt(check, others_wait=ranks.size > 1)
-    if isinstance(checked, InputError):
-        raise announce("scatter", ranks, x, checked)
-    taken, cut = checked
-    if only_shapes(taken) and _is_known(ranks, taken, sizes):
-        cut = (
-            cut if here else Cut(cut.dims, (given_sizes("scatter", ranks, sizes),) * len(cut.dims))
-        )
-    else:
-        taken, cut = _told(ranks, taken, cut, src)
-    run = way_to_run(async_op)
-    return taken.run(
-        lambda which, xs: run(to_one_pair(ranks, cut.of(which), src).adjoint, xs), async_op=async_op
+    leaves, partition = check_for_all(call, "scatter", x, check, exchanged=call.size > 1)
+    if has_only_shapes(leaves) and (call.size == 1 or _is_known(leaves, sizes)):
+        if not here:
+            leaves, dims = leaves.along("scatter", dim)
+            leaves = Leaves(
+                [t.narrow(d, 0, 0) for t, d in zip(leaves.tensors, dims, strict=True)], leaves.frame
+            )
+            partition = Partition(dims, (given_sizes("scatter", call, sizes),) * len(dims))
+    elif call.size > 1:
+        rows = exchange(call, "scatter", leaves, partition.dims, partition.sizes, root)
+        specs = _specs_of_src(call, leaves, rows, root)
+        if not here:
+            leaves = _ignored(call, leaves, specs)
+            partition = Partition(
+                tuple(spec.dim for spec in specs),
+                tuple(_only(call.rank, call.size, spec.amount) for spec in specs),
+            )
+    return leaves.run_parts(
+        partition,
+        lambda part: gather_pair(call, part, root).adjoint,
+        stop=stop,
+        async_op=async_op,
     )
 
 
-def _is_known(ranks: Group, taken: Taken[Any], sizes: Sizes) -> bool:
-    """Tell whether every rank knows what it gets without being told."""
-    given = sizes is not None and not isinstance(sizes, str)
-    return ranks.size == 1 or (given and bool(taken.tensors))
+def _is_known(leaves: Leaves, sizes: Sizes) -> bool:
+    """Tell whether every rank knows what it gets without a message from src."""
+    return sizes is not None and not isinstance(sizes, str) and bool(leaves.tensors)
 
 
-def _told(ranks: Group, taken: Taken[Any], cut: Cut, src: int) -> tuple[Taken[Any], Cut]:
-    """What each rank brings and gets, as src tells it."""
-    heard = exchange("scatter", ranks, taken, cut.dims, cut.sizes)
-    told = _source(taken, heard, src)
-    if ranks.rank == src:
-        return taken, cut
-    own = ((b.amount if r == ranks.rank else 0 for r in range(ranks.size)) for b in told)
-    cut = Cut(tuple(b.dim for b in told), tuple(tuple(sizes) for sizes in own))
-    return taken if taken.tensors else _empty(ranks, told), cut
+def _only(rank: int, ranks: int, amount: int) -> tuple[int, ...]:
+    return tuple(amount if other == rank else 0 for other in range(ranks))
 
 
-def _source(taken: Taken[Any], heard: Sequence[Announcement], src: int) -> tuple[Brought, ...]:
-    """What src tells, once every rank agrees that it is src and fits it."""
-    told = heard[src].tensors
-    if not told or any(b.shape[b.dim] for r, a in enumerate(heard) if r != src for b in a.tensors):
-        raise TensorError(
-            rank_table(
-                "scatter: src holds the tensor to cut.",
-                [", ".join(str(b) for b in a.tensors) or "no tensor" for a in heard],
-                {src: "is src for some rank"},
-                "Give every rank the same src.",
+def _specs_of_src(call: Call, leaves: Leaves, rows: Exchange, src: int) -> tuple[TensorSpec, ...]:
+    """What src cuts, once every rank agrees that it is src. Other ranks' tensors are ignored."""
+    ranks = rows.decoded()
+    if any(args.operation != "scatter" or args.root != src for args in ranks):
+        raise pieces_differ(call, leaves, ranks, free=True)
+    return _with_structure(ranks, src)
+
+
+def _with_structure(ranks: Sequence[RankArgs], src: int) -> tuple[TensorSpec, ...]:
+    cut = ranks[src]
+    if cut.names:
+        odd = {
+            rank: "passed none" if not args.tensors else "another structure"
+            for rank, args in enumerate(ranks)
+            if (len(args.tensors), args.names) != (len(cut.tensors), cut.names)
+        }
+        if odd:
+            raise TensorError(
+                rank_table(
+                    "scatter: src cuts a nest, whose structure every rank must know.",
+                    [f"{len(args.tensors)} tensors" for args in ranks],
+                    odd,
+                    "Pass a nest of the same structure on the other ranks.",
+                )
             )
-        )
-    if heard[src].names and any(not a.tensors for a in heard):
-        raise TensorError(
-            rank_table(
-                "scatter: src cuts a nest, whose structure every rank must know.",
-                [f"{len(a.tensors)} tensors" for a in heard],
-                {rank: "passed none" for rank, a in enumerate(heard) if not a.tensors},
-                "Pass the same nest on the other ranks, of tensors that are empty along dim.",
-            )
-        )
-    if taken.tensors:
-        require_fit("scatter", taken, [a for a in heard if a.tensors], free=True)
-    return told
+    return cut.tensors
 
 
-def _empty(ranks: Group, told: Sequence[Brought]) -> Taken[Any]:
-    """Stands for None on a rank that only receives."""
-    device = wire.message_device(ranks, torch.get_default_device())
-    shapes = [[*b.shape[: b.dim], 0, *b.shape[b.dim + 1 :]] for b in told]
-    tensors = [
-        torch.empty(shape, dtype=b.dtype, device=device)
-        for shape, b in zip(shapes, told, strict=True)
+def _ignored(call: Call, leaves: Leaves, specs: Sequence[TensorSpec]) -> Leaves:
+    """Empty tensors for what a rank off src passed, linked to it: its gradient is zero."""
+    shapes = [[*s.shape[: s.dim], 0, *s.shape[s.dim + 1 :]] for s in specs]
+    if len(leaves.tensors) == len(specs):
+        given = zip(leaves.tensors, shapes, specs, strict=True)
+        return Leaves(
+            [t.reshape(-1)[:0].to(s.dtype).reshape(shape) for t, shape, s in given], leaves.frame
+        )
+    device = call.group.message_device(torch.get_default_device())
+    fresh = [
+        torch.empty(shape, dtype=s.dtype, device=device)
+        for shape, s in zip(shapes, specs, strict=True)
     ]
-    return Taken(tensors, None)
+    return Leaves(fresh, None)
 
 
-def to_one_pair(ranks: Group, cut: Cut, root: int) -> AdjointPair:
-    """Gather <-> scatter. Off ``root`` only the own sizes are looked at."""
-    here = ranks.rank == root
+def gather_pair(call: Call, partition: Partition, root: int) -> AdjointPair:
+    """Gather <-> scatter. Off ``root`` only the own sizes are used."""
+    here = call.rank == root
 
     def counts(xs: Sequence[Tensor]) -> tuple[Sequence[int], Sequence[int]]:
-        """What the pieces' side sends, and what the root's side receives."""
-        by_rank = cut.counts(xs)
-        out = [by_rank[ranks.rank] if rank == root else 0 for rank in range(ranks.size)]
-        return out, by_rank if here else [0] * ranks.size
+        """What each rank's side sends, and what the root's side receives."""
+        by_rank = partition.counts(xs)
+        out = [by_rank[call.rank] if rank == root else 0 for rank in range(call.size)]
+        return out, by_rank if here else [0] * call.size
 
     def collect(xs: Sequence[Tensor]) -> list[Tensor]:
         out, into = counts(xs)
-        flat = wire.all_to_all(ranks, cut.pieces(xs), out, into)
-        return cut.join(flat, xs) if here else apart(flat, cut.none(xs))
+        packed = wire.all_to_all(call, partition.pack_own(xs), out, into)
+        return partition.join(packed, xs) if here else unpack(packed, partition.empty_shapes(xs))
 
     def deal(xs: Sequence[Tensor]) -> list[Tensor]:
         out, into = counts(xs)
-        flat = cut.lay_out(xs) if here else cut.nothing(xs)
-        return apart(wire.all_to_all(ranks, flat, into, out), cut.shapes(xs, ranks.rank))
+        packed = partition.pack_blocks(xs) if here else partition.pack_none(xs)
+        received = wire.all_to_all(call, packed, into, out)
+        return unpack(received, partition.shapes(xs, call.rank))
 
     return AdjointPair("gather", "scatter", collect, deal)

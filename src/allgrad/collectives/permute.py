@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from allgrad._autograd.adjoint_pair import AdjointPair
-from allgrad._core.partition import Cut, apart, zeros
+from allgrad._core.partition import Partition, linked_zeros, unpack
 from allgrad._wire import primitives as wire
-from allgrad.collectives._inputs import Nest, Sizes, check_rank, own_pieces, shapes, way_to_run
+from allgrad.collectives._inputs import check_grad, check_rank, describe
+from allgrad.collectives._sizes import held_pieces
 from allgrad.errors import GroupError, InputError
 
 if TYPE_CHECKING:
@@ -15,20 +16,44 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from allgrad._wire.primitives import Group, GroupLike
+    from allgrad._wire.calls import Call
+    from allgrad.types import GroupLike, Handle, Nest, Sizes, SumOrNone
 
 __all__ = ["permute", "permute_pair", "shift"]
 
 
+@overload
 def permute(
     x: Nest,
+    pairs: Iterable[tuple[int, int]],
+    *,
+    dim: int = ...,
+    sizes: Sizes = ...,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[False] = ...,
+) -> Nest: ...
+@overload
+def permute(
+    x: Nest,
+    pairs: Iterable[tuple[int, int]],
+    *,
+    dim: int = ...,
+    sizes: Sizes = ...,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[True],
+) -> Handle[Nest]: ...
+def permute(
+    x: Any,
     pairs: Iterable[tuple[int, int]],
     *,
     dim: int = 0,
     sizes: Sizes = None,
     group: GroupLike = None,
+    grad: SumOrNone = "sum",
     async_op: bool = False,
-) -> Nest:
+) -> Any:
     """Send pieces from rank to rank, as ``(from, to)`` pairs say.
 
         pairs = [(0, 1), (1, 2)]
@@ -49,25 +74,53 @@ def permute(
 
     Cost: one collective each way, plus one size exchange unless ``sizes`` is given.
     """
-    ranks = wire.resolve("permute", group, lambda: f"{pairs}, dim={dim}, {shapes(x, dim)}")
-    to = _destinations("permute", ranks, pairs)
-    taken, cut = own_pieces("permute", ranks, x, dim, sizes)
-    run = way_to_run(async_op)
-    return taken.run(
-        lambda which, xs: run(permute_pair(ranks, to, cut.of(which)), xs), async_op=async_op
+    call = wire.resolve("permute", group, lambda: f"{pairs}, dim={dim}, {describe(x, dim)}")
+    stop = check_grad("permute", grad)
+    to = _destinations("permute", call, pairs)
+    leaves, partition = held_pieces(call, x, dim, sizes)
+    return leaves.run_parts(
+        partition,
+        lambda part: permute_pair(call, to, part),
+        stop=stop,
+        async_op=async_op,
     )
 
 
+@overload
 def shift(
     x: Nest,
+    offset: int = ...,
+    *,
+    wrap: bool = ...,
+    dim: int = ...,
+    sizes: Sizes = ...,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[False] = ...,
+) -> Nest: ...
+@overload
+def shift(
+    x: Nest,
+    offset: int = ...,
+    *,
+    wrap: bool = ...,
+    dim: int = ...,
+    sizes: Sizes = ...,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[True],
+) -> Handle[Nest]: ...
+def shift(
+    x: Any,
     offset: int = 1,
     *,
     wrap: bool = True,
     dim: int = 0,
     sizes: Sizes = None,
     group: GroupLike = None,
+    grad: SumOrNone = "sum",
     async_op: bool = False,
-) -> Nest:
+) -> Any:
     """Send the piece ``offset`` ranks on, around the end unless ``wrap=False``.
 
         rank 0   [ a a ]              [ c c c ]
@@ -82,58 +135,67 @@ def shift(
 
     Cost: as ``permute``.
     """
-    ranks = wire.resolve(
-        "shift", group, lambda: f"offset={offset}, wrap={wrap}, dim={dim}, {shapes(x, dim)}"
+    call = wire.resolve(
+        "shift", group, lambda: f"offset={offset}, wrap={wrap}, dim={dim}, {describe(x, dim)}"
     )
+    stop = check_grad("shift", grad)
     if isinstance(offset, bool) or not isinstance(offset, int):
         raise InputError(f"shift: offset={offset!r} is not a whole number.\nGive ranks to move on.")
-    landing = ((rank, rank + offset) for rank in range(ranks.size))
-    to = {a: b % ranks.size for a, b in landing if wrap or 0 <= b < ranks.size}
-    taken, cut = own_pieces("permute", ranks, x, dim, sizes)
-    run = way_to_run(async_op)
-    return taken.run(
-        lambda which, xs: run(permute_pair(ranks, to, cut.of(which)), xs), async_op=async_op
+    ends = ((rank, rank + offset) for rank in range(call.size))
+    to = {a: b % call.size for a, b in ends if wrap or 0 <= b < call.size}
+    leaves, partition = held_pieces(call, x, dim, sizes, "permute")
+    return leaves.run_parts(
+        partition,
+        lambda part: permute_pair(call, to, part),
+        stop=stop,
+        async_op=async_op,
     )
 
 
-def permute_pair(ranks: Group, to: Mapping[int, int], cut: Cut) -> AdjointPair:
+def permute_pair(call: Call, to: Mapping[int, int], partition: Partition) -> AdjointPair:
     """Pieces to where ``to`` says <-> pieces back."""
     back = {b: a for a, b in to.items()}
-    landed = (tuple(s[back.get(rank, rank)] for rank in range(ranks.size)) for s in cut.sizes)
-    after = Cut(cut.dims, tuple(landed))
+    arriving = (
+        tuple(s[back.get(rank, rank)] for rank in range(call.size)) for s in partition.sizes
+    )
+    after = Partition(partition.dims, tuple(arriving))
 
     def move(
-        xs: Sequence[Tensor], to: Mapping[int, int], back: Mapping[int, int], cut: Cut, result: Cut
+        xs: Sequence[Tensor],
+        to: Mapping[int, int],
+        back: Mapping[int, int],
+        partition: Partition,
+        result: Partition,
     ) -> list[Tensor]:
-        send, receive = [0] * ranks.size, [0] * ranks.size
-        if ranks.rank in to:
-            send[to[ranks.rank]] = cut.counts(xs)[ranks.rank]
-        if ranks.rank in back:
-            receive[back[ranks.rank]] = result.counts(xs)[ranks.rank]
-        sent = cut.pieces(xs) if ranks.rank in to else cut.nothing(xs)
-        got = wire.all_to_all(ranks, sent, send, receive)
-        shapes = result.shapes(xs, ranks.rank)
-        return apart(got, shapes) if ranks.rank in back else [zeros(got, s) for s in shapes]
+        send, receive = [0] * call.size, [0] * call.size
+        if call.rank in to:
+            send[to[call.rank]] = partition.counts(xs)[call.rank]
+        if call.rank in back:
+            receive[back[call.rank]] = result.counts(xs)[call.rank]
+        sent = partition.pack_own(xs) if call.rank in to else partition.pack_none(xs)
+        got = wire.all_to_all(call, sent, send, receive)
+        shapes = result.shapes(xs, call.rank)
+        return unpack(got, shapes) if call.rank in back else [linked_zeros(got, s) for s in shapes]
 
     return AdjointPair(
         "permute",
         "permute",
-        lambda xs: move(xs, to, back, cut, after),
-        lambda xs: move(xs, back, to, after, cut),
+        lambda xs: move(xs, to, back, partition, after),
+        lambda xs: move(xs, back, to, after, partition),
     )
 
 
-def _destinations(op: str, ranks: Group, pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
+def _destinations(name: str, call: Call, pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
     to: dict[int, int] = {}
     for entry in pairs:
         if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-            raise InputError(f"{op}: {entry!r} is not a (from, to) pair.\nGive pairs of ranks.")
-        a = check_rank(op, ranks, "from", entry[0])
-        b = check_rank(op, ranks, "to", entry[1])
+            raise InputError(f"{name}: {entry!r} is not a (from, to) pair.\nGive pairs of call.")
+        a = check_rank(name, call, "from", entry[0])
+        b = check_rank(name, call, "to", entry[1])
         if a in to or b in to.values():
             twice = f"rank {a} sends" if a in to else f"rank {b} receives"
             raise GroupError(
-                f"{op}: {twice} twice.\nGive each rank at most one to send to and one to hear from."
+                f"{name}: {twice} twice.\nGive each rank at most one to send to and one to receive from."
             )
         to[a] = b
     return to

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from allgrad._autograd.adjoint_pair import AdjointPair
 from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
-from allgrad._core.partition import Cut, apart_like, together, zeros
+from allgrad._core.partition import Partition, linked_zeros, pack_flat, unpack_like
 from allgrad._wire import primitives as wire
-from allgrad.collectives._inputs import Nest, shapes, take, way_to_run
+from allgrad.collectives._inputs import check_grad, describe, take_leaves
 from allgrad.collectives.all_gather import gather_pair
 from allgrad.errors import ReductionError
 
@@ -20,19 +20,41 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from allgrad._wire.primitives import Group, GroupLike
+    from allgrad._wire.calls import Call
+    from allgrad.types import GroupLike, Handle, Nest, Op, SumOrNone
 
 __all__ = ["scan"]
 
 
+@overload
 def scan(
     x: Nest,
-    op: reductions.Op = "sum",
+    op: Op = ...,
+    *,
+    exclusive: bool = ...,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[False] = ...,
+) -> Nest: ...
+@overload
+def scan(
+    x: Nest,
+    op: Op = ...,
+    *,
+    exclusive: bool = ...,
+    group: GroupLike = ...,
+    grad: SumOrNone = ...,
+    async_op: Literal[True],
+) -> Handle[Nest]: ...
+def scan(
+    x: Any,
+    op: Op = "sum",
     *,
     exclusive: bool = False,
     group: GroupLike = None,
+    grad: SumOrNone = "sum",
     async_op: bool = False,
-) -> Nest:
+) -> Any:
     """Reduce over this rank and those before it.
 
                                        exclusive=True
@@ -54,34 +76,38 @@ def scan(
     Cost: for ``sum`` and ``mean`` log2(ranks) messages of one piece each way; the other
     reductions gather all pieces.
     """
-    ranks = wire.resolve("scan", group, lambda: f"op={op}, exclusive={exclusive}, {shapes(x)}")
-    taken = take("scan", x)
-    found = [reductions.find("scan", op, t.dtype) for t in taken.tensors]
+    call = wire.resolve("scan", group, lambda: f"op={op}, exclusive={exclusive}, {describe(x)}")
+    stop = check_grad("scan", grad)
+    leaves = take_leaves("scan", x)
+    found = [reductions.find("scan", op, t.dtype) for t in leaves.tensors]
     if exclusive and any(reduction.empty is None for reduction in found):
         raise ReductionError(
             f"scan: rank 0 would get the {found[0].name} of nothing.\n"
             "Use exclusive=False, or a sum divided by the rank where it is not 0."
         )
-    return taken.run(
-        lambda which, xs: _scan(ranks, found[which[0]], xs, exclusive, async_op), async_op=async_op
+    if all(reduction.name == "sum" for reduction in found):
+        pair = _prefix_pair(call, exclusive)
+        return leaves.run(lambda _: pair, stop=stop, async_op=async_op)
+    return leaves.call_each(
+        lambda numbers, xs: _scan(call, found[numbers[0]], xs, exclusive, stop=stop),
+        async_op=async_op,
     )
 
 
 def _scan(
-    ranks: Group,
+    call: Call,
     reduction: reductions.Reduction,
     xs: Sequence[Tensor],
     exclusive: bool,
-    async_op: bool,
-) -> Any:
-    if reduction.name == "sum":
-        return way_to_run(async_op)(_prefix_pair(ranks, exclusive), xs)
-    if reduction.linear:
-        sums = apply(_prefix_pair(ranks, exclusive), xs)
-        return [s / (ranks.rank + 1) for s in sums]
-    rows = Cut((0,) * len(xs), ((1,) * ranks.size,) * len(xs))
-    gathered = apply(gather_pair(ranks, rows), [x.unsqueeze(0) for x in xs])
-    upto = [t[: ranks.rank if exclusive else ranks.rank + 1] for t in gathered]
+    *,
+    stop: bool,
+) -> list[Tensor]:
+    if reduction.linear:  # the mean
+        sums = apply(_prefix_pair(call, exclusive), xs, stop=stop)
+        return [s / (call.rank + 1) for s in sums]
+    rows = Partition((0,) * len(xs), ((1,) * call.size,) * len(xs))
+    gathered = apply(gather_pair(call, rows), [x.unsqueeze(0) for x in xs], stop=stop)
+    upto = [t[: call.rank if exclusive else call.rank + 1] for t in gathered]
     return [reduction.stacked(t, 0) if t.shape[0] else _of_nothing(reduction, t) for t in upto]
 
 
@@ -90,33 +116,33 @@ def _of_nothing(reduction: reductions.Reduction, no_rows: Tensor) -> Tensor:
     nothing = no_rows.new_full(no_rows.shape[1:], reduction.empty(no_rows.dtype))
     if no_rows.dtype == torch.bool:
         return nothing
-    # Adding the sum of no rows keeps rank 0 in the graph: backward needs everyone.
+    # Adding the sum of no rows keeps rank 0 in the graph: backward needs every rank.
     return nothing + no_rows.sum(0, dtype=no_rows.dtype)
 
 
-def _prefix_pair(ranks: Group, exclusive: bool) -> AdjointPair:
+def _prefix_pair(call: Call, exclusive: bool) -> AdjointPair:
     def sums(xs: Sequence[Tensor], step: int) -> list[Tensor]:
-        return apart_like(_prefix(ranks, together(xs), step, exclusive), xs)
+        return unpack_like(_prefix(call, pack_flat(xs), step, exclusive), xs)
 
     return AdjointPair("scan", "suffix scan", lambda xs: sums(xs, 1), lambda xs: sums(xs, -1))
 
 
-def _prefix(ranks: Group, flat: Tensor, step: int, exclusive: bool) -> Tensor:
+def _prefix(call: Call, flat: Tensor, step: int, exclusive: bool) -> Tensor:
     """Sum what this rank and ranks ``- step, - 2 step, ...`` hold, by doubling the distance."""
-    total = _from_distance(ranks, flat, step) if exclusive else flat.clone()
+    total = _from_distance(call, flat, step) if exclusive else flat.clone()
     distance = 1
-    while distance < ranks.size:
-        total += _from_distance(ranks, total, step * distance)
+    while distance < call.size:
+        total += _from_distance(call, total, step * distance)
         distance *= 2
     return total
 
 
-def _from_distance(ranks: Group, flat: Tensor, distance: int) -> Tensor:
+def _from_distance(call: Call, flat: Tensor, distance: int) -> Tensor:
     """What the rank ``distance`` before this one holds; zeros where there is none."""
-    to, source = ranks.rank + distance, ranks.rank - distance
+    to, source = call.rank + distance, call.rank - distance
     n = flat.numel()
-    send = [n if rank == to else 0 for rank in range(ranks.size)]
-    receive = [n if rank == source else 0 for rank in range(ranks.size)]
+    send = [n if rank == to else 0 for rank in range(call.size)]
+    receive = [n if rank == source else 0 for rank in range(call.size)]
     sent = flat if any(send) else flat[:0]
-    got = wire.all_to_all(ranks, sent, send, receive) if ranks.size > 1 else flat.new_empty(0)
-    return got if any(receive) else zeros(got, (n,))
+    got = wire.all_to_all(call, sent, send, receive) if call.size > 1 else flat.new_empty(0)
+    return got if any(receive) else linked_zeros(got, (n,))

@@ -24,25 +24,19 @@ from torch import Tensor
 
 import allgrad as ag
 from allgrad._core import reductions
-from allgrad._wire import handshake as agreement
+from allgrad._wire import handshake
 from allgrad._wire import primitives as wire
-from allgrad._wire.handshake import Announcement, Brought
-from allgrad.collectives._inputs import (
-    Grad,
-    announce,
-    attempt,
-    exchange,
-    own_pieces,
-    require_fit,
-    shares,
-    take,
-)
+from allgrad._wire.handshake import RankArgs, TensorSpec
+from allgrad.collectives._inputs import check_for_all, exchange, take_leaves
+from allgrad.collectives._mismatch import pieces_differ
+from allgrad.collectives._sizes import divide, held_pieces
 from allgrad.errors import GroupError, InputError, PieceMismatch, SizesError, TensorError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from allgrad._wire.primitives import Group, GroupLike
+    from allgrad._wire.calls import Call
+    from allgrad.types import Grad, GroupLike
 
 __all__ = [
     "all_gather",
@@ -79,17 +73,17 @@ def all_gather(
     tensor: Tensor, group: GroupLike = None, *, grad: Grad = "sum"
 ) -> tuple[Tensor, ...]:
     """A tuple of every rank's tensor; lengths may differ along the first dimension."""
-    ranks = wire.resolve("all_gather", group)
-    sizes = _sizes("all_gather", ranks, tensor)
+    call = wire.resolve("all_gather", group)
+    sizes = _sizes("all_gather", call, tensor)
     return _apart(ag.all_gather(tensor, sizes=sizes, group=group, grad=grad), sizes, tensor)
 
 
 def gather(tensor: Tensor, dst: int = 0, group: GroupLike = None) -> tuple[Tensor, ...]:
     """On ``dst`` a tuple of every rank's tensor; on the others a tuple of zeros as large."""
-    ranks, root = _in_group("gather", group, dst)
-    sizes = _sizes("gather", ranks, tensor)
+    call, root = _in_group("gather", group, dst)
+    sizes = _sizes("gather", call, tensor)
     joined = ag.gather(tensor, root, sizes=sizes, group=group)
-    if ranks.rank != root:  # the empty piece keeps the zeros in the graph: backward needs everyone
+    if call.rank != root:  # the empty piece keeps the zeros in the graph: backward needs everyone
         joined = torch.cat([joined, joined.new_zeros(sum(sizes), *joined.shape[1:])])
     return _apart(joined, sizes, tensor)
 
@@ -99,17 +93,17 @@ def scatter(tensors: Sequence[Tensor] | None, src: int = 0, group: GroupLike = N
 
     The others pass None, or a list that is not looked at and gets gradients of zero.
     """
-    ranks, root = _in_group("scatter", group, src)
-    here = ranks.rank == root
+    call, root = _in_group("scatter", group, src)
+    here = call.rank == root
 
     def check() -> Tensor | None:
         if tensors is None and not here:
             return None
-        _check_list("scatter", "tensors", tensors, ranks.size if here else None, one_shape=True)
+        _check_list("scatter", "tensors", tensors, call.size if here else None, one_shape=True)
         assert tensors is not None
         return torch.cat([t.unsqueeze(0)[: None if here else 0] for t in tensors])
 
-    whole = _agreed("scatter", ranks, tensors, check)
+    whole = _agreed("scatter", call, tensors, check)
     piece: Tensor = ag.scatter(whole, root, group=group)
     return piece.squeeze(0)
 
@@ -118,16 +112,16 @@ def reduce_scatter(
     output: Tensor, input_list: Sequence[Tensor], op: Any = "sum", group: GroupLike = None
 ) -> Tensor:
     """Tensor ``r`` of the lists, reduced, on rank ``r``: returned, and written into ``output``."""
-    ranks = wire.resolve("reduce_scatter", group)
+    call = wire.resolve("reduce_scatter", group)
 
     def check() -> None:
-        _check_list("reduce_scatter", "input_list", input_list, ranks.size)
-        _check_output("reduce_scatter", output, input_list[0], input_list[ranks.rank].numel())
+        _check_list("reduce_scatter", "input_list", input_list, call.size)
+        _check_output("reduce_scatter", output, input_list[0], input_list[call.rank].numel())
         reductions.find("reduce_scatter", op, input_list[0].dtype)
 
-    _agreed("reduce_scatter", ranks, input_list, check)
+    _agreed("reduce_scatter", call, input_list, check)
     one_shape = all(t.shape == input_list[0].shape for t in input_list)
-    _require_same("reduce_scatter", ranks, input_list[0] if one_shape else list(input_list))
+    _require_same("reduce_scatter", call, input_list[0] if one_shape else list(input_list))
     flat = torch.cat([t.reshape(-1) for t in input_list])
     own = ag.reduce_scatter(flat, op=op, sizes=[t.numel() for t in input_list], group=group)
     return _fill([output.detach()], [own])[0]
@@ -137,14 +131,14 @@ def _all_gather_base(
     output_tensor: Tensor, input_tensor: Tensor, group: GroupLike = None, *, grad: Grad = "sum"
 ) -> Tensor:
     """Every rank's tensor, one after another: returned, and written into ``output_tensor``."""
-    ranks = wire.resolve("all_gather", group)
+    call = wire.resolve("all_gather", group)
 
     def check() -> None:
         _check_tensor("all_gather", "input_tensor", input_tensor)
-        _check_output("all_gather", output_tensor, input_tensor, input_tensor.numel() * ranks.size)
+        _check_output("all_gather", output_tensor, input_tensor, input_tensor.numel() * call.size)
 
-    _agreed("all_gather", ranks, input_tensor, check)
-    _require_same("all_gather", ranks, input_tensor)
+    _agreed("all_gather", call, input_tensor, check)
+    _require_same("all_gather", call, input_tensor)
     joined = ag.all_gather(input_tensor, sizes="equal", group=group, grad=grad)
     return _fill([output_tensor.detach()], [joined])[0]
 
@@ -158,17 +152,17 @@ def all_to_all(
 
     They are part of the graph afterwards, as in the original; sizes may differ.
     """
-    ranks = wire.resolve("all_to_all", group)
+    call = wire.resolve("all_to_all", group)
 
     def check() -> tuple[Tensor, list[int], list[int]]:
-        _check_list("all_to_all", "input_tensor_list", input_tensor_list, ranks.size)
-        _check_list("all_to_all", "output_tensor_list", output_tensor_list, ranks.size)
+        _check_list("all_to_all", "input_tensor_list", input_tensor_list, call.size)
+        _check_list("all_to_all", "output_tensor_list", output_tensor_list, call.size)
         _check_output("all_to_all", output_tensor_list[0], input_tensor_list[0])
         flat = torch.cat([t.reshape(-1) for t in input_tensor_list])
         return flat, [t.numel() for t in input_tensor_list], [t.numel() for t in output_tensor_list]
 
-    flat, send, expected = _agreed("all_to_all", ranks, input_tensor_list, check)
-    arrived = _exchange_blocks(ranks, group, flat, send, expected)
+    flat, send, expected = _agreed("all_to_all", call, input_tensor_list, check)
+    arrived = _exchange_blocks(call, group, flat, send, expected)
     return _fill(output_tensor_list, torch.unsafe_split_with_sizes(arrived, expected))
 
 
@@ -183,31 +177,31 @@ def all_to_all_single(
 
     Split sizes count along the first dimension; None or an empty list makes equal blocks.
     """
-    ranks = wire.resolve("all_to_all", group)
+    call = wire.resolve("all_to_all", group)
 
     def check() -> tuple[list[int], list[int]]:
         _check_tensor("all_to_all", "input", input)
         _check_output("all_to_all", output, input)
         return (
-            _elements(ranks, input, input_split_sizes, "input_split_sizes"),
-            _elements(ranks, output, output_split_sizes, "output_split_sizes"),
+            _elements(call, input, input_split_sizes, "input_split_sizes"),
+            _elements(call, output, output_split_sizes, "output_split_sizes"),
         )
 
-    send, expected = _agreed("all_to_all", ranks, input, check)
-    arrived = _exchange_blocks(ranks, group, input.reshape(-1), send, expected)
+    send, expected = _agreed("all_to_all", call, input, check)
+    arrived = _exchange_blocks(call, group, input.reshape(-1), send, expected)
     return _fill([output.detach()], [arrived])[0]
 
 
-def _in_group(op: str, group: GroupLike, global_rank: int) -> tuple[Group, int]:
+def _in_group(op: str, group: GroupLike, global_rank: int) -> tuple[Call, int]:
     """The group, and where in it the process stands that the whole world calls ``global_rank``."""
-    ranks = wire.resolve(op, group)
-    members = [0] if ranks.process_group is None else ranks.members
+    call = wire.resolve(op, group)
+    members = [0] if call.group.process_group is None else call.group.members
     if global_rank not in members:
         raise GroupError(
             f"{op}: global rank {global_rank!r} is not in the group.\n"
             f"Give the global rank of a member, one of {members}."
         )
-    return ranks, members.index(global_rank)
+    return call, members.index(global_rank)
 
 
 class _Fill(torch.autograd.Function):
@@ -236,55 +230,57 @@ def _apart(joined: Tensor, sizes: Sequence[int], like: Tensor) -> tuple[Tensor, 
     return tuple(piece if like.dim() else piece.reshape(()) for piece in pieces)
 
 
-def _sizes(op: str, ranks: Group, tensor: Tensor) -> tuple[int, ...]:
-    _agreed(op, ranks, tensor, lambda: _check_tensor(op, "tensor", tensor))
-    return own_pieces(op, ranks, tensor, 0, None)[1].sizes[0]
+def _sizes(op: str, call: Call, tensor: Tensor) -> tuple[int, ...]:
+    _agreed(op, call, tensor, lambda: _check_tensor(op, "tensor", tensor))
+    return held_pieces(call, tensor, 0, None)[1].sizes[0]
 
 
-def _agreed(op: str, ranks: Group, x: object, check: Callable[[], Any]) -> Any:
-    """The check's result. What it raises goes to the ranks that wait in the exchange to come."""
-    checked = attempt(check, others_wait=ranks.size > 1)
-    if isinstance(checked, InputError):
-        raise announce(op, ranks, x, checked)
-    return checked
+def _agreed(op: str, call: Call, x: object, check: Callable[[], Any]) -> Any:
+    """The check's result. Its error goes to the ranks that wait in the exchange to come."""
+    return check_for_all(call, op, x, check, exchanged=call.size > 1)
 
 
-def _require_same(op: str, ranks: Group, x: Tensor | list[Tensor]) -> None:
-    taken = take(op, x)
-    heard = exchange(op, ranks, taken, (0,) * len(taken.tensors))
-    require_fit(op, taken, heard, free=False)
+def _require_same(op: str, call: Call, x: Tensor | list[Tensor]) -> None:
+    leaves = take_leaves(op, x)
+    rows = exchange(call, op, leaves, (0,) * len(leaves.tensors))
+    if not rows.same():
+        raise pieces_differ(call, leaves, rows.decoded(), free=False)
 
 
 def _exchange_blocks(
-    ranks: Group, group: GroupLike, flat: Tensor, send: Sequence[int], expected: Sequence[int]
+    call: Call, group: GroupLike, flat: Tensor, send: Sequence[int], expected: Sequence[int]
 ) -> Tensor:
     """Blocks of a flat tensor, once every rank knows that all outputs fit what arrives."""
-    taken = take("all_to_all", flat)
-    heard = exchange("all_to_all", ranks, taken, (0,), [send])
-    require_fit("all_to_all", taken, heard, free=True)
-    arriving = [a.tensors[0].amount for a in heard]
+    leaves = take_leaves("all_to_all", flat)
+    rows = exchange(call, "all_to_all", leaves, (0,), [send])
+    amounts = rows.amounts()
+    if amounts is None:
+        raise pieces_differ(call, leaves, rows.decoded(), free=True)
+    (arriving,) = amounts
     problem = None
-    if arriving != list(expected):
+    if arriving != tuple(expected):
         problem = SizesError(
             f"all_to_all: the output has room for {list(expected)} elements by rank, but "
-            f"{arriving} arrive.\nGive outputs, or output_split_sizes, as large as what is sent."
+            f"{list(arriving)} arrive.\n"
+            "Give outputs, or output_split_sizes, as large as what is sent."
         )
-    brought = Brought(flat.dtype, tuple(flat.shape), 0)
-    agreement.exchange(ranks, Announcement("all_to_all", (brought,), 0, problem), flat.device)
+    spec = TensorSpec(flat.dtype, tuple(flat.shape), 0)
+    args = RankArgs("all_to_all", (spec,), problem=problem)
+    handshake.exchange(call, args, flat.device).decoded()
     return ag.all_to_all(flat, send_sizes=send, recv_sizes=arriving, group=group)
 
 
-def _elements(ranks: Group, x: Tensor, split: Sequence[int] | None, name: str) -> list[int]:
+def _elements(call: Call, x: Tensor, split: Sequence[int] | None, name: str) -> list[int]:
     """How many elements of ``x`` belong to each rank."""
     rows = x.shape[0] if x.dim() else 1
-    sizes = shares("all_to_all", ranks, rows, split or "equal", name)
+    sizes = divide("all_to_all", call, rows, split or "equal", name)
     return [size * (x.numel() // max(rows, 1)) for size in sizes]
 
 
 def _check_tensor(op: str, name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise TensorError(f"{op}: {name} is {type(x).__name__}, not a tensor.\nGive a tensor.")
-    take(op, x)
+    take_leaves(op, x)
 
 
 def _check_list(
@@ -292,7 +288,7 @@ def _check_list(
 ) -> None:
     if not isinstance(xs, (list, tuple)) or not all(isinstance(x, Tensor) for x in xs):
         raise TensorError(f"{op}: {name} is not a list of tensors.\nGive one tensor for each rank.")
-    take(op, list(xs))
+    take_leaves(op, list(xs))
     if not xs or len(xs) != (length or len(xs)):
         raise InputError(f"{op}: {name} has {len(xs)} tensors.\nGive one for each rank.")
     if any(x.dtype != xs[0].dtype for x in xs):

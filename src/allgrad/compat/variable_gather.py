@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 import allgrad as ag
 from allgrad._wire import primitives as wire
-from allgrad.collectives._inputs import Grad, check_grad, own_pieces, take
+from allgrad.collectives._inputs import check_grad, take_leaves
+from allgrad.collectives._sizes import held_pieces
 from allgrad.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from allgrad._wire.primitives import GroupLike
+    from allgrad.types import Grad, GroupLike
 
 __all__ = ["AllGather", "all_gather", "all_gather_variable_dim", "pad_dim_to"]
 
@@ -38,7 +39,7 @@ def all_gather(
 
     The lengths are a tensor to pass as ``sizes`` to the next call, which then exchanges none.
     """
-    check_grad("all_gather", grad)
+    check_grad("all_gather", grad, same=True)
     if wire.resolve("all_gather", group).size == 1:
         return (t.detach() if grad == "none" else t), None
     return all_gather_variable_dim(t, dim, sizes, group=group, grad=grad)
@@ -57,10 +58,10 @@ def all_gather_variable_dim(
     The original has no gradient: ``grad="none"`` keeps that.
     """
     ranks = wire.resolve("all_gather", group)
-    if ranks.process_group is None:
+    if ranks.group.process_group is None:
         return all_gather(t, dim, grad=grad)
     if sizes is None:
-        lengths = own_pieces("all_gather", ranks, t, dim, None)[1].sizes[0]
+        lengths = held_pieces(ranks, t, dim, None)[1].sizes[0]
     else:
         lengths = tuple(sizes.flatten().tolist() if isinstance(sizes, Tensor) else sizes)
     joined = ag.all_gather(t, dim, sizes=lengths, group=group, grad=grad)
@@ -75,7 +76,7 @@ class AllGather(nn.Module):
     def __init__(self, *, dim: int = 0, group: GroupLike = None, grad: Grad = "sum") -> None:
         """Gather along ``dim``, over ``group``, with that meaning of the gradient."""
         super().__init__()
-        check_grad("AllGather", grad)
+        check_grad("AllGather", grad, same=True)
         self.dim, self.group, self.grad = dim, group, grad
 
     def forward(
@@ -90,9 +91,8 @@ def pad_dim_to(t: Tensor, length: int, dim: int = 0) -> Tensor:
 
     The original cuts off what is longer; here that raises.
     """
-    taken = take("pad_dim_to", t)
-    (dim,) = taken.dims("pad_dim_to", dim)
-    (vector,) = taken.at_least_vectors().tensors
+    leaves, (dim,) = take_leaves("pad_dim_to", t).along("pad_dim_to", dim)
+    (vector,) = leaves.tensors
     missing = length - vector.shape[dim]
     if missing < 0:
         raise InputError(

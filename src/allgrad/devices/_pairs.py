@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from allgrad._core.partition import plain
+from allgrad._core.partition import real_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,7 +85,7 @@ def join_pair(
 
     def join(pieces: Sequence[Tensor]) -> list[Tensor]:
         if all(piece.device == home for piece in pieces):
-            return [plain(torch.cat(list(pieces), dim))]
+            return [real_memory(torch.cat(list(pieces), dim))]
         shape = list(pieces[0].shape)
         shape[dim] = sum(sizes)
 
@@ -213,7 +213,7 @@ def _sum(xs: Sequence[Tensor], device: torch.device) -> Tensor:
     if len(xs) == 1:
         return _moved(xs[0], device)
     here = (x if x.device == device else _moved(x, device) for x in xs)
-    total = plain(next(here) + next(here))
+    total = real_memory(next(here) + next(here))
     for x in here:
         total += x
     return total

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from allgrad._wire.primitives import GroupLike
-    from allgrad.collectives._inputs import Sizes
+    from allgrad.types import Sizes
 
 __all__ = ["BUDGET", "Grads", "contrastive"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from allgrad._wire import primitives as wire
-from allgrad.collectives._inputs import given_sizes
+from allgrad.collectives._sizes import given_sizes
 from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError, rank_table
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from allgrad._wire.primitives import GroupLike
-    from allgrad.collectives._inputs import Sizes
+    from allgrad.types import Sizes
 
 __all__ = ["Meeting", "meet"]
 

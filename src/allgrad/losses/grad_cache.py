@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from allgrad.collectives.all_gather import sizes
+from allgrad.collectives.all_gather import gather_sizes
 from allgrad.errors import InputError, rank_table
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def cached_step(
 def _require_some(count: int, group: GroupLike) -> None:
     # A group of NCCL alone carries nothing that is on the host.
     device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    counts: tuple[int, ...] = sizes(torch.empty(count, 0, device=device), group=group)
+    counts: tuple[int, ...] = gather_sizes(torch.empty(count, 0, device=device), group=group)
     marks = {rank: "no micro-batch" for rank, count in enumerate(counts) if not count}
     if marks:
         raise InputError(

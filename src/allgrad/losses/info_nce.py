@@ -10,7 +10,7 @@ from allgrad.losses._arguments import BUDGET, Grads, contrastive
 
 if TYPE_CHECKING:
     from allgrad._wire.primitives import GroupLike
-    from allgrad.collectives._inputs import Sizes
+    from allgrad.types import Sizes
 
 __all__ = ["InfoNCE", "info_nce"]
 

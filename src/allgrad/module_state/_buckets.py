@@ -9,14 +9,13 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch._utils import _unflatten_dense_tensors
-
+from allgrad._core.torch_internals import foreach_copy_, unflatten_dense
 from allgrad.module_state._specs import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
     from torch import Tensor
 
 __all__ = ["Bucket", "buckets"]
@@ -62,19 +61,19 @@ class Bucket:
     def pack(self, flat: Tensor) -> None:
         """Write the bytes of all to ``flat``."""
         for places, run in self._places(flat):
-            torch._foreach_copy_(places, run.tensors)
+            foreach_copy_(places, run.tensors)
 
     def unpack(self, flat: Tensor) -> None:
         """Write the bytes into the tensors, whatever their strides."""
         for places, run in self._places(flat):
-            torch._foreach_copy_(run.tensors, places)
+            foreach_copy_(run.tensors, places)
 
     def _places(self, flat: Tensor) -> Iterator[tuple[list[Tensor], Run]]:
         """Where each of the tensors lies in the bytes: views, made in one call for each dtype."""
         start = 0
         for run in self.runs:
             part = flat[start : start + run.nbytes].view(run.dtype)
-            yield list(_unflatten_dense_tensors(part, run.tensors)), run
+            yield list(unflatten_dense(part, run.tensors)), run
             start += run.nbytes
 
 

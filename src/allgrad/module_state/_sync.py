@@ -210,7 +210,7 @@ def _start(line: Line, src: int, bucket: Bucket, packed: _Memory) -> Callable[[]
 
 def _carries(line: Line, device: torch.device) -> bool:
     try:
-        line.ranks.backend(device)
+        line.ranks.group.backend(device)
     except GroupError:
         return False
     return True

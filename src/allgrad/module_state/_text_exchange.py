@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from allgrad._wire import primitives as wire
-from allgrad.collectives.all_gather import all_gather, sizes
+from allgrad.collectives.all_gather import all_gather, gather_sizes
 from allgrad.errors import AllgradError, GroupError, InputError, TensorError, rank_table
 from allgrad.module_state._entries import tensors_and_others
 
@@ -41,7 +41,7 @@ class Line:
 
     op: str
     group: GroupLike
-    ranks: wire.Group
+    ranks: wire.Call
     device: torch.device
 
     def compare(
@@ -83,7 +83,7 @@ class Line:
         if data:
             mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         mine = mine.to(self.device)
-        lengths = lengths or sizes(mine, group=self.group)
+        lengths = lengths or gather_sizes(mine, group=self.group)
         joined = all_gather(mine, sizes=lengths, group=self.group)
         return [bytes(part.numpy()) for part in joined.cpu().split(list(lengths))]
 
@@ -112,7 +112,7 @@ def open_line(op: str, group: GroupLike, held: Sequence[Entry]) -> Line:
         device = (
             torch.device(away[0]) if away else torch.accelerator.current_accelerator() or device
         )
-    return Line(op, group, ranks, wire.message_device(ranks, device))
+    return Line(op, group, ranks, ranks.group.message_device(device))
 
 
 def _read(row: bytes) -> int:

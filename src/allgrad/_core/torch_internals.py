@@ -1,0 +1,160 @@
+"""Every private name of torch that allgrad uses, with its purpose and what happens without it.
+
+No other file names one (test_private_names_of_torch_stand_in_one_file). What eager calls need is
+bound at import. What only compiled graphs need is looked up when the first graph is made, so that
+a change there breaks nobody who never compiles.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import forward_ad
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import timedelta
+
+    from torch import Tensor
+
+# ---- layout of memory ------------------------------------------------------------------------
+# One call of torch for many tensors. Without them: torch.cat of flat views, and split.
+from torch._utils import _flatten_dense_tensors as flatten_dense
+from torch._utils import _unflatten_dense_tensors as unflatten_dense
+
+# Copies many tensors in one call. Without it: a loop of Tensor.copy_.
+foreach_copy_ = torch._foreach_copy_
+
+__all__ = [
+    "FakeTensor",
+    "VmapInterpreter",
+    "add_batch_dim",
+    "backend_device_types",
+    "backend_for",
+    "backend_timeout",
+    "below_view_tracking",
+    "current_interpreter",
+    "dual_level",
+    "flatten_dense",
+    "foreach_copy_",
+    "functional_collectives",
+    "functorch_active",
+    "graph_internals",
+    "in_backward_pass",
+    "inside_jvp",
+    "is_view",
+    "sequence_number",
+    "transform_names",
+    "unflatten_dense",
+    "unwrap_if_dead",
+    "wrap_for_grad",
+]
+
+# ---- torch.func and forward mode -------------------------------------------------------------
+# All of these tell which transforms are active around a call. Without them: autograd alone works.
+from torch._functorch import eager_transforms
+from torch._functorch.pyfunctorch import VmapInterpreter
+from torch._functorch.pyfunctorch import (
+    retrieve_current_functorch_interpreter as current_interpreter,
+)
+
+functorch_active = torch._C._are_functorch_transforms_active
+add_batch_dim = torch._C._functorch._add_batch_dim
+wrap_for_grad = torch._C._functorch._wrap_for_grad
+# A tensor that outlived its transform; without it such a tensor raises inside an autograd.Function.
+unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+
+
+# The level of ``forward_ad.dual_level``; -1 outside. Read in every call, hence no function of ours.
+dual_level = partial(getattr, forward_ad, "_current_level")
+
+
+def inside_jvp() -> bool:
+    """Tell whether some ``torch.func.jvp`` is active."""
+    return bool(eager_transforms.JVP_NESTING)
+
+
+def transform_names() -> tuple[str, ...]:
+    """The torch.func transforms around this call, the outermost first: "Grad", "Jvp", "Vmap"."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return tuple(interpreter.key().name for interpreter in stack)
+
+
+# TorchDynamo calls it once instead of tracing it: what torch.compiler.assume_constant_result does,
+# without importing TorchDynamo for everybody.
+transform_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# ---- autograd --------------------------------------------------------------------------------
+# Runs ops below view tracking: a view made inside an autograd.Function could not be changed in
+# place by the caller. Without it: a copy of every view.
+below_view_tracking = torch._C._AutoDispatchBelowADInplaceOrView
+
+
+def in_backward_pass() -> bool:
+    """Tell whether this thread runs a backward pass. Without it: checked mode cannot tell."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_view(x: Tensor) -> bool:
+    """Tell whether autograd takes ``x`` for a view."""
+    return bool(x._is_view())
+
+
+# ---- tensors without memory ------------------------------------------------------------------
+from torch._subclasses.fake_tensor import FakeTensor
+
+# ---- process groups --------------------------------------------------------------------------
+
+
+def backend_for(process_group: Any, device: torch.device) -> Any:
+    """The backend that carries tensors of this device; RuntimeError where there is none."""
+    return process_group._get_backend(device)
+
+
+def backend_device_types(process_group: Any) -> Sequence[torch.device]:
+    """The device types that the group's backends carry."""
+    types: Sequence[torch.device] = process_group._device_types
+    return types
+
+
+def backend_timeout(process_group: Any) -> timedelta:
+    """How long the group's backend waits for a call. Without it: a deadline could not be undone."""
+    backend = backend_for(process_group, backend_device_types(process_group)[0])
+    found: timedelta = backend.options._timeout
+    return found
+
+
+def sequence_number(process_group: Any) -> int:
+    """Count the calls made on a group, for the pool of test ranks."""
+    return int(process_group._get_sequence_number_for_group())
+
+
+def functional_collectives() -> Any:
+    """Torch's functional collectives, which ``allgrad bench`` measures beside ours."""
+    from torch.distributed import _functional_collectives
+
+    return _functional_collectives
+
+
+# ---- compiled graphs -------------------------------------------------------------------------
+
+
+def graph_internals() -> SimpleNamespace:
+    """What ops in a compiled graph are made with, looked up when the first one is made."""
+    from torch._functorch.utils import enable_single_level_autograd_function
+    from torch.autograd.forward_ad import _set_fwd_grad_enabled
+    from torch.autograd.function import _SingleLevelFunction
+
+    return SimpleNamespace(
+        c10d=torch.ops._c10d_functional,
+        resolve_process_group=torch._C._distributed_c10d._resolve_process_group,
+        is_wrapped=torch._C._functorch.is_functorch_wrapped_tensor,
+        below_autograd=torch._C._AutoDispatchBelowAutograd,
+        SingleLevelFunction=_SingleLevelFunction,
+        enable_single_level=enable_single_level_autograd_function,
+        set_fwd_grad_enabled=_set_fwd_grad_enabled,
+    )
