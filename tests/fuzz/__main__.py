@@ -26,7 +26,9 @@ BATCH = 100
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=None)
     parser.add_argument("--programs", type=int, default=None)
     parser.add_argument("--start", type=int, default=0, help="the first seed")

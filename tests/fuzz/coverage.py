@@ -9,7 +9,7 @@ from fuzz.oracle import run_oracle
 from fuzz.program import Block, Change, Leaf, Local, Program
 
 DTYPES = {".float()": "float32", ".bfloat16()": "bfloat16", ".half()": "float16", "2j": "complex"}
-LAYOUTS = (".mT", "[::2]", "[..., 1:]", ".flip(", ".expand(", ".t()")
+LAYOUTS = (".transpose(", "[::2]", "[..., 1:]", ".flip(", ".expand(", ".t()")
 
 
 class Coverage:
@@ -73,7 +73,9 @@ def features(program: Program) -> set[str]:
         found |= {"nest"} if call.nest else set()
         found |= {"async"} if call.handle else set()
         found |= {f"sizes {call.sizes}"}
-        found.add({"w": "group world", "l": "group mesh", "g": "subgroup"}.get(call.comm[0], "axis"))
+        found.add(
+            {"w": "group world", "l": "group mesh", "g": "subgroup"}.get(call.comm[0], "axis")
+        )
     return found
 
 

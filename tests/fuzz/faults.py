@@ -24,7 +24,7 @@ from fuzz.coverage import describe
 from fuzz.generate import generate
 from fuzz.oracle import run_oracle
 from fuzz.program import Call, Change, Program
-from fuzz.ranks import Source, difference, perform_one, surroundings
+from fuzz.ranks import Source, difference, perform_one, surroundings, warm_up
 
 KINDS = ("raise", "exit", "stop", "late")
 DEADLINE = 4.0
@@ -78,6 +78,7 @@ def check_fault(seed: int) -> str:
     program, rank, kind = faulty(seed)
     expected, writer = run_oracle(program)
     source = Source(writer.body(), tuple(expected.values), tuple(x.out for x in program.leaves()))
+    run_ranks(warm_up, program.world, timeout=180)
     with tempfile.TemporaryDirectory() as folder:
         stuck = ""
         try:
@@ -89,7 +90,8 @@ def check_fault(seed: int) -> str:
             if f"rank {rank} of" not in str(failure) or "code 3" not in str(failure):
                 stuck = str(failure)
         ended = {
-            int(file.stem): torch.load(file, weights_only=True) for file in Path(folder).glob("*.end")
+            int(file.stem): torch.load(file, weights_only=True)
+            for file in Path(folder).glob("*.end")
         }
     wrong = [stuck] if stuck else []
     for r in range(program.world):
@@ -97,7 +99,10 @@ def check_fault(seed: int) -> str:
         wrong += [f"rank {r}: {line}" for line in judge(how, kind if r == rank else "")]
     exact = {r: how["found"] for r, how in ended.items() if not how["error"]}
     wrong += [difference(program, expected, exact)]
-    summary = [f"rank {r}: {how['error'] or 'exact'}, {how['seconds']:.1f} s" for r, how in sorted(ended.items())]
+    summary = [
+        f"rank {r}: {how['error'] or 'exact'}, {how['seconds']:.1f} s"
+        for r, how in sorted(ended.items())
+    ]
     if not any(wrong):
         return ""
     note = "\n".join([f"rank {rank}: {kind}", *filter(None, wrong), "all:", *summary])

@@ -6,14 +6,21 @@ from __future__ import annotations
 
 from random import Random
 
-from fuzz.oracle import LINEAR, Oracle, length
+from fuzz.fitting import (
+    ALL,
+    ALONG_DIM,
+    LINEAR,
+    RAGGED,
+    REDUCING,
+    SAME_GRAD,
+    SAME_SHAPE,
+    fits,
+    ops,
+    ways_to_tell_sizes,
+)
+from fuzz.oracle import Oracle
 from fuzz.program import NESTS, Block, Call, Change, Leaf, Local, Program, Wait
 
-SAME_SHAPE = ("all_reduce", "broadcast", "reduce", "scan", "share", "split", "reduce_scatter")
-RAGGED = ("all_gather", "gather", "permute", "shift", "all_to_all", "scatter")
-REDUCING = {"all_reduce", "reduce", "scan", "reduce_scatter"}
-ALONG_DIM = {"split", "reduce_scatter", *RAGGED}
-CHOOSES_GRAD = {"all_reduce", "all_gather", "broadcast"}
 LOCALS = (
     "{0}.sin()",
     "{0} * {0}",
@@ -25,7 +32,7 @@ LOCALS = (
     "{0}.detach()",
 )
 STRIDES = (
-    "{0}.mT",
+    "{0}.transpose(0, -1)",
     "{0}[::2]",
     "{0}[..., 1:]",
     "{0}[: rank + 1]",
@@ -37,7 +44,6 @@ STRIDES = (
     "{0}.t().contiguous().t()",
 )
 DTYPES = ("{0}.float()", "{0}.bfloat16()", "{0}.half()", "{0} * (1 + 2j)")
-LOW = ("torch.float32", "torch.bfloat16", "torch.float16")
 BACK = {"torch.complex128": "{0}.real + 2 * {0}.imag"}
 HOOK = "if {0}.requires_grad:\n    {0}.register_hook(lambda g: g if g is None else g * 1.5)"
 
@@ -122,7 +128,7 @@ class _Builder:
     def is_float(self, name: str) -> bool:
         return self.dtype(name) == "torch.float64"
 
-    def names(self, fits=lambda name: True) -> list[str]:
+    def names(self, fits=lambda _: True) -> list[str]:
         return [n for n in self.oracle.env if n not in self.hidden and fits(n)]
 
     def attempt(self, step) -> bool:
@@ -159,7 +165,9 @@ class _Builder:
         shapes = [tuple(shape)] * self.world
         if shape and self.chance(0.5):
             dim = rng.randrange(len(shape))
-            shapes = [(*shape[:dim], rng.choice((0, 1, 2, 3, 5)), *shape[dim + 1 :]) for _ in shapes]
+            shapes = [
+                (*shape[:dim], rng.choice((0, 1, 2, 3, 5)), *shape[dim + 1 :]) for _ in shapes
+            ]
         first = not self.steps  # every rank has something to differentiate
         kind = "ties" if first and kind in {"int", "bool"} else kind
         needs = tuple(first or self.all_need or self.chance(0.85) for _ in shapes)
@@ -281,6 +289,7 @@ class _Builder:
                 continue
             # See test_finds.py: test_lockstep_second_order_async.
             safe = not (self.lockstep and self.ending == "second")
+            safe &= call.name != "gather_sizes"
             if async_allowed and safe and self.chance(0.25):
                 call = Call(**{**call.__dict__, "handle": self.fresh("h")})
             if self.attempt(call):
@@ -292,7 +301,7 @@ class _Builder:
 
     def describe(self, out: str, given: str, call: Call) -> None:
         self.from_calls.add(out)
-        dtype = self.dtype(given)
+        dtype = "int" if call.name == "gather_sizes" else self.dtype(given)
         if call.options.get("grad") != "none" and ("float" in dtype or "complex" in dtype):
             self.need_grad.add(out)
         if given in self.exact and call.options.get("op") not in {"mean", "logsumexp"}:
@@ -317,7 +326,9 @@ class _Builder:
         given = name or rng.choice(self.names())
         if any(r not in env[given] for group in groups for r in group):
             return None
-        if linear and (what == "share" or what == "split"):
+        if what == "gather_sizes" and (in_block or linear):
+            return None
+        if linear and what in {"share", "split"}:
             return None  # share hands its input through
         args: dict[str, object] = {}
         dims = next(iter(env[given].values())).dim()
@@ -325,19 +336,20 @@ class _Builder:
             args["dim"] = rng.randrange(max(dims, 1))
         inputs = [given]
         nest = ""
-        if not name and not in_block and self.chance(0.25):
+        if not name and not in_block and what != "gather_sizes" and self.chance(0.25):
             nest = rng.choice(tuple(NESTS))
             others = [n for n in self.names() if all(r in env[n] for g in groups for r in g)]
             inputs += [rng.choice(others) for _ in range(rng.randint(0, 2))]
             inputs += [given] if len(inputs) == 1 and nest in {"deep", "named", "data"} else []
-        if not all(self.fits(n, what, args.get("dim"), groups) for n in inputs):
+        if not all(fits(env[n], what, args.get("dim"), groups) for n in inputs):
             return None
         ranks = min(len(group) for group in groups)
         if what in REDUCING:
-            ops = set.intersection(*(set(self.ops(n)) for n in inputs)) & (LINEAR if linear else ALL)
-            if not ops:
+            some = set(LINEAR if linear else ALL)
+            some.intersection_update(*(ops(self.dtype(n)) for n in inputs))
+            if not some:
                 return None
-            args["op"] = rng.choice(sorted(ops))
+            args["op"] = rng.choice(sorted(some))
         exact = args.get("op") in {"sum", "prod"} or all(map(self.is_float, inputs))
         if what == "scan" and args["op"] != "mean" and exact and self.chance(0.4):
             args["exclusive"] = True
@@ -351,62 +363,23 @@ class _Builder:
             args["pairs"] = pairs
         if what == "shift":
             args |= {"offset": rng.randint(-2, 2), "wrap": self.chance(0.6)}
-        if what in CHOOSES_GRAD and self.chance(0.3):
-            args["grad"] = "same" if in_block else rng.choice(("same", "none"))
+        grads = ["same"] * (what in SAME_GRAD) + ["none"] * (
+            what != "gather_sizes" and not in_block
+        )
+        if grads and self.chance(0.25):
+            args["grad"] = rng.choice(grads)
         off_src = "empty"
-        if what == "scatter" and not nest and not self.all_need and self.chance(0.4):
-            if self.lockstep or given not in self.from_calls:
-                off_src = "None"
-        sizes = self.choose_sizes(what, inputs, args.get("dim"), groups, traced=traced)
-        if sizes is None:
+        free = what == "scatter" and not nest and not self.all_need
+        if free and (self.lockstep or given not in self.from_calls) and self.chance(0.4):
+            off_src = "None"
+        ways = ways_to_tell_sizes(
+            [env[n] for n in inputs], what, args.get("dim"), groups, traced=traced
+        )
+        if not ways:
             return None
+        sizes = rng.choice(ways)
         outs = tuple(self.fresh() for _ in inputs)
         cut = rng.randrange(100)
-        return Call(outs, what, tuple(inputs), tuple(args.items()), comm, sizes, cut, nest, "", off_src)
-
-    def ops(self, name: str) -> tuple[str, ...]:
-        dtype = self.dtype(name)
-        if "complex" in dtype:
-            return ("sum", "mean", "prod")
-        if "bool" in dtype:
-            return ("min", "max")
-        if dtype in LOW or "int" in dtype:
-            return ("sum", "prod", "min", "max")
-        return tuple(ALL)
-
-    def fits(self, name: str, what: str, dim: int | None, groups: list[list[int]]) -> bool:
-        held = self.oracle.env[name]
-        if what == "scatter" and any(held[r].dim() == 0 for group in groups for r in group):
-            return False
-        for group in groups:
-            shapes = [list(held[r].shape) for r in group]
-            if dim is not None and any(dim >= max(len(shape), 1) for shape in shapes):
-                return False
-            if what in RAGGED:
-                for shape in shapes:
-                    if shape:
-                        shape[dim] = 0
-            if any(shape != shapes[0] for shape in shapes):
-                return False
-        return True
-
-    def choose_sizes(self, what, inputs, dim, groups, *, traced: bool) -> str | None:
-        """How sizes are told; ``None`` where a traced call could not know them."""
-        if what not in ALONG_DIM:
-            return "found"
-        call = Call((), what, (), (("dim", dim),))
-        lengths = [
-            [tuple(length(self.oracle.env[n][r], call) for r in group) for group in groups]
-            for n in inputs
-        ]
-        ways = ["found"] * (not traced)
-        if all(found == lengths[0] for found in lengths) and not (traced and what == "all_to_all"):
-            ways.append("given")
-        if all(len(set(group)) == 1 for found in lengths for group in found):
-            pieces = what in {"all_gather", "gather", "permute", "shift"}
-            if pieces or all(g[0] % len(g) == 0 for found in lengths for g in found):
-                ways.append("equal")
-        return self.random.choice(ways) if ways else None
-
-
-ALL = {"sum", "mean", "prod", "min", "max", "logsumexp"}
+        return Call(
+            outs, what, tuple(inputs), tuple(args.items()), comm, sizes, cut, nest, "", off_src
+        )

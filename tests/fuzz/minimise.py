@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from fuzz.oracle import run_oracle
 from fuzz.program import Block, Call, Change, Leaf, Local, Program, Wait
 from fuzz.ranks import Find, check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def minimise(find: Find, seconds: float = 90.0) -> Find:
@@ -93,8 +96,9 @@ def fewer_ranks(program: Program) -> Iterator[Program]:
 def simpler_step(program: Program, i: int, step) -> Iterator[Program]:
     for simpler in simpler_forms(step):
         yield put(program, i, simpler)
-    if isinstance(step, Local):
-        yield rename(without_only(program, i), {step.out: step.inputs[0]})
+    if isinstance(step, Local | Call) and not getattr(step, "handle", ""):
+        outs = getattr(step, "outs", None) or (step.out,)
+        yield rename(without_only(program, i), dict(zip(outs, step.inputs, strict=False)))
     if isinstance(step, Block):
         inner = (*step.body[:-1], replace(step.body[-1], out=step.out))
         yield program.but(body=program.body[:i] + inner + program.body[i + 1 :])
@@ -124,7 +128,9 @@ def simpler_forms(step) -> Iterator:
         for key in ("grad", "exclusive", "op"):
             if key in step.options and step.options[key] != "sum":
                 rest = {k: v for k, v in step.args if k != key}
-                yield replace(step, args=tuple((rest | ({"op": "sum"} if key == "op" else {})).items()))
+                yield replace(
+                    step, args=tuple((rest | ({"op": "sum"} if key == "op" else {})).items())
+                )
         if step.nest and not step.handle:
             if len(step.inputs) == 1:
                 yield replace(step, nest="")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 
-import reference
 import torch
 
+import reference
 from fuzz import prelude
 from fuzz.program import Block, Call, Change, Leaf, Local, Program, Wait, Writer, chosen_cut, comms
-
-LINEAR = {"sum", "mean"}
 
 
 class Refused(Exception):
@@ -60,7 +58,7 @@ class Oracle:
     def _change(self, s: Change) -> None:
         self.ranks[id(s)] = ranks = sorted(self.env[s.target])
         for r in ranks:
-            names = {**self._at(r), "rank": r, "misbehave": lambda kind: None}
+            names = {**self._at(r), "rank": r, "misbehave": lambda _: None}
             exec(s.code.format(s.target), names)
 
     def _evaluate(self, code: str, rank: int) -> torch.Tensor:
@@ -161,7 +159,11 @@ def formula(s: Call, xs: list[torch.Tensor]) -> list[torch.Tensor]:
         return reference.reduce_scatter(xs, **options, sizes=sizes_of(s, xs[0], world))
     if name == "all_to_all":
         blocks = [chosen_cut(length(x, s), world, s.cut + r) for r, x in enumerate(xs)]
-        return reference.all_to_all(at_least_1d_all(xs), options["dim"], blocks if s.sizes == "given" else None)
+        return reference.all_to_all(
+            at_least_1d_all(xs), options["dim"], blocks if s.sizes == "given" else None
+        )
+    if name == "gather_sizes":
+        return [torch.tensor([length(x, s) for x in xs])] * world
     if name in {"permute", "shift"}:
         options.pop("dim", None)
         xs = at_least_1d_all(xs)
@@ -172,11 +174,11 @@ class Share(torch.autograd.Function):
     """A value that all ranks hold, for work that differs by rank: the derivative sums over ranks."""
 
     @staticmethod
-    def forward(ctx, *xs):
+    def forward(_, *xs):
         return tuple(x.clone() for x in xs)
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(_, *gradients):
         return Same.apply(*gradients)
 
 
@@ -184,11 +186,11 @@ class Same(torch.autograd.Function):
     """A sum with which every rank does the same work: the derivative is a value that all hold."""
 
     @staticmethod
-    def forward(ctx, *xs):
+    def forward(_, *xs):
         return tuple(sum(xs).clone() for _ in xs)
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(_, *gradients):
         return Share.apply(*gradients)
 
 
@@ -228,8 +230,14 @@ def refuse_near_ties(stacked: torch.Tensor) -> None:
 
 def refuse_extremes(values, *, infinite_allowed: bool = False) -> None:
     for x in values:
-        seen = torch.nan_to_num(x, posinf=0, neginf=0) if infinite_allowed and x.is_floating_point() else x
-        if x.numel() > 400_000 or (x.numel() and not bool((seen.abs() < 60).all() if x.dtype != torch.bool else True)):
+        seen = (
+            torch.nan_to_num(x, posinf=0, neginf=0)
+            if infinite_allowed and x.is_floating_point()
+            else x
+        )
+        if x.numel() > 400_000 or (
+            x.numel() and not bool((seen.abs() < 60).all() if x.dtype != torch.bool else True)
+        ):
             raise Refused
 
 
@@ -239,7 +247,9 @@ def run_oracle(program: Program) -> tuple[Results, Writer]:
     for step in program.body:
         oracle.run(step)
     writer = Writer(program, oracle)
-    results = Results({n: {r: x.detach().clone() for r, x in by.items()} for n, by in oracle.env.items()})
+    results = Results(
+        {n: {r: x.detach().clone() for r, x in by.items()} for n, by in oracle.env.items()}
+    )
     leaves = [(x.out, r) for x in program.leaves() for r in range(program.world)]
     inputs = [oracle.env[name][r] for name, r in leaves if oracle.env[name][r].requires_grad]
     wanted = [(name, r) for name, r in leaves if oracle.env[name][r].requires_grad]
@@ -256,7 +266,9 @@ def run_oracle(program: Program) -> tuple[Results, Writer]:
     if second_order:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            terms = [prelude.use(g, r) for (_, r), g in zip(wanted, grads, strict=True) if g is not None]
+            terms = [
+                prelude.use(g, r) for (_, r), g in zip(wanted, grads, strict=True) if g is not None
+            ]
             results.second = by_name(wanted, differentiate(terms, inputs))
     return results, writer
 

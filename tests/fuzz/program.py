@@ -142,7 +142,7 @@ def comm_code(name: str) -> str:
 
 def chosen_cut(length: int, ranks: int, seed: int) -> tuple[int, ...]:
     """Sizes by rank that add up to a length, some of them often 0."""
-    random = Random(f"{length} {ranks} {seed}")  # noqa: S311
+    random = Random(f"{length} {ranks} {seed}")
     points = sorted(random.randint(0, length) for _ in range(ranks - 1))
     return tuple(b - a for a, b in zip([0, *points], [*points, length], strict=True))
 
@@ -174,7 +174,9 @@ class Writer:
     def body(self) -> str:
         """Run by every rank, with ``rank`` and the groups at hand."""
         program = self.program
-        context = ["ag.checked()"] * program.checked + [f"ag.deadline({program.deadline})"] * (program.deadline > 0)
+        context = ["ag.checked()"] * program.checked + [f"ag.deadline({program.deadline})"] * (
+            program.deadline > 0
+        )
         steps = "\n".join(self.step(step) for step in program.body)
         if program.lockstep:
             inside, after = self._ending_in_lockstep()
@@ -229,6 +231,8 @@ class Writer:
         given += ["async_op=True"] * bool(s.handle)
         nest = NESTS[s.nest](names) if s.nest else names[0]
         call = f"ag.{s.name}({', '.join([nest, *given])})"
+        if s.name == "gather_sizes":
+            call = f"torch.tensor({call})"
         return f"{s.handle} = {call}" if s.handle else self._put(s.outs, call, s.nest)
 
     def _wait(self, s: Wait) -> str:
@@ -316,7 +320,7 @@ def by_rank(values) -> str:
     return repr(values[0]) if len(set(values)) == 1 else f"{values}[rank]"
 
 
-SCRIPT = '''\
+SCRIPT = """\
 {note}
 # Replay: python tests/fuzz --seed {seed}
 import torch
@@ -336,4 +340,4 @@ def program():
 if __name__ == "__main__":
     for rank, found in enumerate(run_ranks(program, {world})):
         print(rank, found)
-'''
+"""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from allgrad.testing import RankFailed, RanksStuck, run_ranks
 from fuzz import prelude
 from fuzz.oracle import Results, run_oracle
 from fuzz.program import Program, comms, make_comm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
 
 TOLERANCE = 1e-9
 ROUNDED = {".float()": 1e-4, ".half()": 2e-2, ".bfloat16()": 1e-1}  # gradients only
@@ -46,6 +50,7 @@ def check(programs: Sequence[Program], limit: float = LIMIT) -> Iterator[Find]:
         Source(writer.body(), tuple(results.values), tuple(x.out for x in program.leaves()))
         for program, (results, writer) in zip(programs, expected, strict=True)
     ]
+    run_ranks(warm_up, programs[0].world, timeout=180)
     try:
         by_rank = run_ranks(perform, programs[0].world, sources, timeout=limit + len(programs))
     except (RankFailed, RanksStuck) as failure:
@@ -59,6 +64,11 @@ def check(programs: Sequence[Program], limit: float = LIMIT) -> Iterator[Find]:
         how = difference(program, results, {r: found[i] for r, found in enumerate(by_rank)})
         if how:
             yield Find(program, how)
+
+
+def warm_up() -> None:
+    """Let a new process import what the first checkpoint would: seconds, on a busy machine a minute."""
+    importlib.import_module("torch._dynamo")
 
 
 def make_groups(world: int) -> dict[str, object]:
@@ -90,7 +100,9 @@ def perform_one(source: Source, names: dict) -> dict:
     if "penalty" in names:
         second, first = first, {}
         for x in source.leaves:
-            held = [g for y, g in zip(names["leaves"], names["first"], strict=True) if y is names[x]]
+            held = [
+                g for y, g in zip(names["leaves"], names["first"], strict=True) if y is names[x]
+            ]
             first[x] = held[0] if held else None
     values = {name: names[name] for name in source.values if name in names}
     return {
