@@ -77,7 +77,7 @@ def check_fault(seed: int) -> str:
     """How the program of a seed ends otherwise than it should, or nothing."""
     program, rank, kind = faulty(seed)
     expected, writer = run_oracle(program)
-    source = Source(writer.body(), tuple(expected.values), tuple(x.out for x in program.leaves()))
+    source = Source.of(program, expected, writer)
     run_ranks(warm_up, program.world, timeout=180)
     with tempfile.TemporaryDirectory() as folder:
         stuck = ""

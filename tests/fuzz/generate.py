@@ -368,7 +368,7 @@ class _Builder:
         )
         if grads and self.chance(0.25):
             args["grad"] = rng.choice(grads)
-        off_src = "empty"
+        off_src = rng.choice(("empty", "any"))
         free = what == "scatter" and not nest and not self.all_need
         if free and (self.lockstep or given not in self.from_calls) and self.chance(0.4):
             off_src = "None"

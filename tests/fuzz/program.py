@@ -47,7 +47,7 @@ class Call:
     cut: int = 0  # seed of the sizes that a caller may choose
     nest: str = ""
     handle: str = ""
-    off_src: str = "empty"  # what the other ranks pass to scatter: "empty" or "None"
+    off_src: str = "empty"  # what the other ranks pass to scatter: "empty", "any", "None"
 
     @property
     def options(self) -> dict:
@@ -222,9 +222,10 @@ class Writer:
         names = s.inputs
         if s.name == "scatter":
             src = [group[s.options["src"]] for group in comms(self.program.world)[s.comm]]
-            other = "{0}.narrow({1}, 0, 0)" if s.off_src == "empty" else "None"
-            dim = s.options["dim"]
-            names = [f"{n} if rank in {set(src)} else {other.format(n, dim)}" for n in names]
+            empty = f".narrow({s.options['dim']}, 0, 0)"
+            others = {"any": "{0}", "empty": "{0}" + empty, "None": "None"}[s.off_src]
+            if s.off_src != "any":
+                names = [f"{n} if rank in {set(src)} else {others.format(n)}" for n in names]
         given = [f"{key}={value!r}" for key, value in s.args]
         given += [f"{key}={by_rank(value)}" for key, value in self.oracle.sizes[id(s)].items()]
         given += [f"group={comm_code(s.comm)}"] * (s.comm != "world")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ from fuzz.program import Program, comms, make_comm
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from fuzz.program import Writer
+
 TOLERANCE = 1e-9
 ROUNDED = {".float()": 1e-4, ".half()": 2e-2, ".bfloat16()": 1e-1}  # gradients only
 LIMIT = 20.0
@@ -38,27 +41,39 @@ class Find:
 class Source:
     """What travels to the ranks."""
 
+    name: str
     body: str
     values: tuple[str, ...]
     leaves: tuple[str, ...]
 
+    @classmethod
+    def of(cls, program: Program, results: Results, writer: Writer) -> Source:
+        leaves = tuple(x.out for x in program.leaves())
+        name = f"<program {program.seed}>"
+        return cls(name, writer.body(), tuple(results.values), leaves)
+
 
 def check(programs: Sequence[Program], limit: float = LIMIT) -> Iterator[Find]:
-    """Run programs of one world in one call; where that fails, one by one."""
+    """Run programs of one world in one call; after a failure, those it names alone, then the rest."""
+    if not programs:
+        return
     expected = [run_oracle(program) for program in programs]
     sources = [
-        Source(writer.body(), tuple(results.values), tuple(x.out for x in program.leaves()))
+        Source.of(program, results, writer)
         for program, (results, writer) in zip(programs, expected, strict=True)
     ]
     run_ranks(warm_up, programs[0].world, timeout=180)
     try:
-        by_rank = run_ranks(perform, programs[0].world, sources, timeout=limit + len(programs))
+        by_rank = run_ranks(perform, programs[0].world, sources, timeout=limit + len(programs) / 4)
     except (RankFailed, RanksStuck) as failure:
         if len(programs) == 1:
             yield Find(programs[0], str(failure))
             return
-        finds = [find for program in programs for find in check([program], limit)]
-        yield from finds or [Find(programs[0], f"only together with others:\n{failure}")]
+        named = {int(seed) for seed in re.findall(r"<program (\d+)>", str(failure))}
+        suspects = [program for program in programs if program.seed in named] or programs
+        finds = [find for program in suspects for find in check([program], limit)]
+        yield from finds or [Find(suspects[0], f"only after other programs:\n{failure}")]
+        yield from check([program for program in programs if program not in suspects], limit)
         return
     for i, (program, (results, _)) in enumerate(zip(programs, expected, strict=True)):
         how = difference(program, results, {r: found[i] for r, found in enumerate(by_rank)})
@@ -94,7 +109,7 @@ def perform(sources: Sequence[Source]) -> list[dict]:
 
 def perform_one(source: Source, names: dict) -> dict:
     torch._dynamo.reset() if "torch.compile" in source.body else None
-    exec(compile(source.body, "<program>", "exec"), names)
+    exec(compile(source.body, source.name, "exec"), names)
     first = {x: names[x].grad for x in source.leaves}
     second: dict = {}
     if "penalty" in names:

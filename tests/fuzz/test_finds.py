@@ -25,7 +25,7 @@ def second_order_with_async_in_lockstep():
 @pytest.mark.timeout(60)
 def test_lockstep_second_order_async():
     """One rank does not use the gradient: it skips the second derivative, and the other waits."""
-    found = run_ranks(second_order_with_async_in_lockstep, 2, timeout=10)
+    found = run_ranks(second_order_with_async_in_lockstep, 2, timeout=6)
     # y = 1 + 2; the losses 2 y^2 give g = 4 y; the penalty of rank 1, (4 y)^2, gives 32 y.
     assert [g.tolist() for g in found] == [[96.0, 96.0]] * 2
 
@@ -43,5 +43,5 @@ def checkpoint_that_saves_on_one_rank():
 @pytest.mark.timeout(60)
 def test_checkpoint_that_saves_on_one_rank():
     """Only dst saves tensors for backward, so only dst calls the collective again."""
-    found = run_ranks(checkpoint_that_saves_on_one_rank, 3, timeout=10)
+    found = run_ranks(checkpoint_that_saves_on_one_rank, 3, timeout=6)
     assert [g.tolist() for g in found] == [[0.5, 0.5]] * 3
