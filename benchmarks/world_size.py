@@ -64,6 +64,7 @@ def measure(world: int, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # as torchrun sets it
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--worlds", default="8,64,512,4096")
     options.add_argument("--repeats", type=int, default=51)

@@ -11,8 +11,8 @@ import torch
 import allgrad as ag
 import reference
 from allgrad import errors
-from allgrad._core import call_queue as departures
-from allgrad._wire import eager as moves
+from allgrad._core import call_queue
+from allgrad._wire import primitives
 from exactness import check_exact, grads, leaf, loss, pieces, random, same
 
 CALLS = {
@@ -118,14 +118,14 @@ def test_waiting_twice_on_another_thread_or_never(rank, world):
 def test_compute_runs_while_the_call_does(rank):
     """The call is held up until the main thread has computed: it could not end if they took turns."""
     computed = threading.Event()
-    real = moves.all_reduce
+    real = primitives._run
 
     def held_up(*args):
-        assert computed.wait(20), "nothing was computed while the call was under way"
+        assert computed.wait(20), "nothing was computed while the call was pending"
         return real(*args)
 
     x = leaf(random((4,), rank))
-    moves.all_reduce = held_up
+    primitives._run = held_up
     try:
         handle = ag.all_reduce(x, async_op=True)
         middle = x.sin()
@@ -136,7 +136,7 @@ def test_compute_runs_while_the_call_does(rank):
         middle.register_hook(lambda _: computed.set())
         y.sum().backward()
     finally:
-        moves.all_reduce = real
+        primitives._run = real
     same(x.grad, (2 + x.detach().cos()), "the gradient")
 
 
@@ -190,6 +190,6 @@ def test_nothing_is_kept_alive(rank):
                 break
             time.sleep(0.01)
         assert kept() is None
-        assert departures.LINE.waiting == 0
+        assert call_queue.QUEUE.pending == 0
     finally:
         gc.enable()

@@ -1,6 +1,7 @@
 """lockstep: nested, repeated, twice differentiated, checkpointed, and gone when it is done."""
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -179,3 +180,23 @@ def test_modes_that_lockstep_cannot_order_are_refused(rank):
     compiled = torch.compile(ag.all_reduce, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="lockstep"), ag.lockstep():
         compiled(piece(0))
+
+
+@pytest.mark.ranks(2)
+def test_a_block_of_another_thread_leaves_this_one_tied(rank):
+    """A block that ends in another thread must not untie the collectives of this one."""
+    x = leaf(random((3,), rank))
+
+    def empty_block():
+        with ag.lockstep():
+            pass
+
+    with ag.lockstep() as step:
+        thread = threading.Thread(target=empty_block)
+        thread.start()
+        thread.join()
+        y = ag.all_reduce(x)
+        total = loss(y, rank) if rank else (x * 0).sum()  # rank 0 does not use it
+    step.backward(total)
+    leaves = [leaf(random((3,), r)) for r in range(2)]
+    same(x.grad, grads(loss(sum(leaves), 1), leaves)[rank], "the gradient")

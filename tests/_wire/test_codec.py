@@ -7,24 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from allgrad._wire.consistency import Intent
-from allgrad._wire.handshake import ROW, Announcement, Brought
+from allgrad._wire.consistency import CallSpec
+from allgrad._wire.handshake import ROW, RankArgs, TensorSpec
 from allgrad.errors import AllgradError, SizesError
 
 SRC = Path(__file__).parent.parent.parent / "src" / "allgrad"
 RANKS = 3
 
 
-def announcement(chance):
+def rank_args(chance):
     shapes = [tuple(chance.randrange(9) for _ in range(chance.randrange(4))) for _ in range(3)]
-    brought = tuple(Brought(torch.float32, shape, 0, 5) for shape in shapes)
+    specs = tuple(TensorSpec(torch.float32, shape, 0, 5) for shape in shapes)
     problem = SizesError("sizes that do not fit") if chance.random() < 0.3 else None
-    return Announcement("all_gather", brought, chance.randrange(99), problem).encode()
+    return RankArgs("all_gather", specs, chance.randrange(99), problem=problem).encode()
 
 
-def intent(chance):
+def call_spec(chance):
     counts = tuple(chance.randrange(9) for _ in range(RANKS))
-    return Intent(
+    return CallSpec(
         chance.randrange(99),
         "all_to_all",
         torch.float64,
@@ -55,10 +55,13 @@ def mutated(words, chance):
 
 @pytest.mark.parametrize(
     ("make", "decode"),
-    [(announcement, Announcement.decode), (intent, lambda words: Intent.decode(words, RANKS))],
-    ids=["announcement", "intent"],
+    [
+        (rank_args, lambda words: RankArgs.decode(words, 1)),
+        (call_spec, lambda words: CallSpec.decode(words, RANKS, 1)),
+    ],
+    ids=["handshake", "check"],
 )
-def test_a_hundred_thousand_garbled_messages(make, decode):
+def test_a_hundred_thousand_damaged_messages(make, decode):
     chance = random.Random(0)
     refused = 0
     originals = [make(chance) for _ in range(50)]
@@ -72,11 +75,11 @@ def test_a_hundred_thousand_garbled_messages(make, decode):
     assert 50_000 < refused < 100_000
 
 
-def test_an_intent_comes_out_as_it_went_in():
+def test_a_check_comes_out_as_it_went_in():
     chance = random.Random(1)
     for _ in range(100):
-        words = intent(chance)
-        assert Intent.decode(words, RANKS).encode(RANKS) == words
+        words = call_spec(chance)
+        assert CallSpec.decode(words, RANKS, 1).encode(RANKS) == words
 
 
 FORBIDDEN = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "eval", "exec"}

@@ -15,80 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 import allgrad as ag
 from allgrad._core.partition import even
-from allgrad._wire import algorithms
-from allgrad._wire import point_to_point
+from allgrad._wire import algorithms, point_to_point
+from allgrad._wire.groups import Backend
 from allgrad.errors import InputError
+from traffic import Traffic
 
 ROW = 256  # bytes
-EXCHANGE = 96 * 8  # bytes to each other rank, when sizes are found out
-# What a process group calls them, and what they are called here.
-MOVERS = {
-    "allreduce": "all_reduce",
-    "broadcast": "broadcast",
-    "alltoall_base": "all_to_all_single",
-    "all_to_all_single": "all_to_all_single",
-    "send": "isend",
-    "recv": "irecv",
-    "_allgather_base": "all_gather_into_tensor",
-    "all_gather_single": "all_gather_into_tensor",
-    **{name: name for name in ("allgather", "gather", "scatter", "reduce", "reduce_scatter")},
-    **{name: name for name in ("alltoall", "_reduce_scatter_base", "reduce_scatter_single")},
-    **{name: name for name in ("allreduce_coalesced", "allgather_coalesced", "recv_anysource")},
-}
-
-
-class Traffic:
-    """Counts this rank's calls of its process group, and the bytes to and from other ranks."""
-
-    def __enter__(self):
-        self.calls, self.sent, self.received = Counter(), 0, 0
-        names = [name for name in MOVERS if hasattr(dist.ProcessGroup, name)]
-        self.real = {name: getattr(dist.ProcessGroup, name) for name in names}
-        self.kept = {name: vars(dist.ProcessGroup)[name] for name in names}
-        for name in names:
-            setattr(dist.ProcessGroup, name, self.counting(name))
-        return self
-
-    def __exit__(self, *_):
-        for name, call in self.kept.items():
-            setattr(dist.ProcessGroup, name, call)
-
-    def counting(self, name):
-        def call(group, *args, **options):
-            self.calls[MOVERS[name]] += 1
-            sent, received = self.moved(name, *args, **options)
-            self.sent += sent
-            self.received += received
-            return self.real[name](group, *args, **options)
-
-        return call
-
-    def moved(self, name, x, *args, **_):
-        rank = dist.get_rank()
-        if MOVERS[name] == "all_to_all_single":
-            _, into, sent, *_ = args
-            if not sent and not into:
-                each = x.nbytes // dist.get_world_size() * (dist.get_world_size() - 1)
-                return each, each
-            row = x.nbytes // len(x) if len(x) else 0  # nothing comes then
-            width = row or args[0].nbytes // max(1, len(args[0]))
-            return width * (sum(sent) - sent[rank]), width * (sum(into) - into[rank])
-        if MOVERS[name] == "all_gather_into_tensor":
-            return 0, 0
-        (x,) = x
-        if name == "broadcast":
-            return (x.nbytes, 0) if args[0].rootRank == rank else (0, x.nbytes)
-        return {"send": (x.nbytes, 0), "recv": (0, x.nbytes), "allreduce": (x.nbytes, x.nbytes)}[
-            name
-        ]
-
-    def __eq__(self, cost):
-        return (dict(self.calls), self.sent, self.received) == cost
-
-    def __repr__(self):
-        return repr((dict(self.calls), self.sent, self.received))
-
-    __hash__ = None
+EXCHANGE = 96 * 8  # bytes of each rank's row, when sizes are found out
 
 
 def peer_to_peer(sends, receives, sent, received):
@@ -96,8 +29,8 @@ def peer_to_peer(sends, receives, sent, received):
     return {name: count for name, count in calls.items() if count}, sent, received
 
 
-def through_hub(given, got, r):
-    """Rank ``r`` gives and gets so many bytes; rank 0 takes and answers for all of them."""
+def through_root(given, got, r):
+    """Rank ``r`` gives and gets so many bytes; rank 0 receives and sends for all of them."""
     if r:
         return peer_to_peer(bool(given[r]), bool(got[r]), given[r], got[r])
     given, got = given[1:], got[1:]
@@ -109,67 +42,67 @@ def chunks(n):
     return math.ceil(n / point_to_point.CHUNK)
 
 
-def shares(n, ranks):
+def even_chunks(n, ranks):
     return [4 * count for count in even(n // 4, ranks)]
 
 
 def all_gather(n, r):
     """``n`` are the bytes of each rank's piece, ``r`` is this rank."""
     world, others = len(n), sum(n) - n[r]
-    if sum(n) <= plans.HUB_UP_TO:
+    if sum(n) <= algorithms.STAR_TOTAL:
         if world > 2:
-            return through_hub(n, [sum(n)] * world, r)
+            return through_root(n, [sum(n)] * world, r)
         return {"all_to_all_single": 1}, (world - 1) * n[r], others
-    return all_gather_in_pairs(n, r)
+    return all_gather_pairwise(n, r)
 
 
-def all_gather_in_pairs(n, r):
+def all_gather_pairwise(n, r):
     to, coming = len(n) - 1, sum(1 for rank, size in enumerate(n) if size and rank != r)
     return peer_to_peer(to * bool(n[r]), coming, to * n[r], sum(n) - n[r])
 
 
 def reduce_scatter(n, r):
     world, others = len(n), sum(n) - n[r]
-    if sum(n) <= plans.HUB_UP_TO and world > 2:
-        return through_hub([sum(n)] * world, n, r)
-    if max(n) <= plans.EXCHANGE_UP_TO:
+    if sum(n) <= algorithms.STAR_TOTAL and world > 2:
+        return through_root([sum(n)] * world, n, r)
+    if max(n) <= algorithms.EXCHANGE_BLOCK:
         return {"all_to_all_single": 1}, others, (world - 1) * n[r]
-    return reduce_scatter_in_pairs(n, r)
+    return reduce_scatter_pairwise(n, r)
 
 
-def reduce_scatter_in_pairs(n, r):
+def reduce_scatter_pairwise(n, r):
     world, others = len(n), sum(n) - n[r]
     sends = sum(chunks(size) for rank, size in enumerate(n) if rank != r)
     return peer_to_peer(sends, (world - 1) * chunks(n[r]), others, (world - 1) * n[r])
 
 
 def all_reduce(n, r):
-    if n[r] <= (plans.SUM_AT_HUB_UP_TO if len(n) > 2 else plans.SUM_OF_TWO_UP_TO):
-        return through_hub(n, n, r)
-    share = shares(n[r], len(n))
-    there, back = reduce_scatter_in_pairs(share, r), all_gather_in_pairs(share, r)
+    if n[r] <= (algorithms.STAR_SUM if len(n) > 2 else algorithms.STAR_SUM_OF_TWO):
+        return through_root(n, n, r)
+    chunk = even_chunks(n[r], len(n))
+    there, back = reduce_scatter_pairwise(chunk, r), all_gather_pairwise(chunk, r)
     return Counter(there[0]) + Counter(back[0]), there[1] + back[1], there[2] + back[2]
 
 
 def broadcast(n, r):
     """From rank 1."""
     n, others = n[r], len(n) - 1
-    if others == 1 or (others + 1) * n <= plans.SENDS_UP_TO:
+    if others == 1 or (others + 1) * n <= algorithms.LINEAR_TOTAL:
         return ({"isend": others}, others * n, 0) if r == 1 else ({"irecv": 1}, 0, n)
     if r == 1:
         return {"isend": others}, n, 0
-    return peer_to_peer(others - 1, others, (others - 1) * shares(n, others)[max(0, r - 1)], n)
+    return peer_to_peer(others - 1, others, (others - 1) * even_chunks(n, others)[max(0, r - 1)], n)
 
 
 def reduce(n, r):
     """To rank 1."""
     n, others = n[r], len(n) - 1
-    if others == 1 or (others + 1) * n <= plans.SENDS_UP_TO:
+    if others == 1 or (others + 1) * n <= algorithms.LINEAR_TOTAL:
         calls = {"irecv": others * chunks(n)} if r == 1 else {"isend": chunks(n)}
         return calls, *((0, others * n) if r == 1 else (n, 0))
     if r == 1:
         return {"irecv": others}, 0, n
-    calls, _, received = reduce_scatter_in_pairs(shares(n, others), max(0, r - 1))
+    calls, _, received = reduce_scatter_pairwise(even_chunks(n, others), max(0, r - 1))
     return Counter(calls) + Counter({"isend": 1}), n, received
 
 
@@ -194,9 +127,9 @@ def shift_back(n, r):
 def all_to_all(n, r):
     """Every rank cuts a piece of ``n[r]`` rows for each other; here all have the same."""
     others = n[r] // len(n) * (len(n) - 1)
-    if len(n) * n[r] > plans.HUB_UP_TO:
+    if len(n) * n[r] > algorithms.STAR_TOTAL:
         return peer_to_peer(len(n) - 1, len(n) - 1, others, others)
-    return through_hub(n, n, r) if len(n) > 2 else ({"all_to_all_single": 1}, others, others)
+    return through_root(n, n, r) if len(n) > 2 else ({"all_to_all_single": 1}, others, others)
 
 
 def scan(n, r):
@@ -261,7 +194,7 @@ SIZES = {"small": 1, "medium": 10, "large": 4096}
 
 
 def rows_by_rank(world, size, ragged):
-    """A few rows, or more than what plans call small, or than what they call medium."""
+    """A few rows, or more than what the table calls small, or than what it calls medium."""
     rows, scale = ((2, 1, 3, 0), 1) if ragged else ((12,) * 4, 1 / 8 if size == "large" else 1)
     return tuple(int(scale * SIZES[size]) * count for count in rows[:world])
 
@@ -284,25 +217,34 @@ def test_messages_and_bytes_follow_the_formulas(rank, world, name, ragged, size)
     assert back == backward(n, rank)
 
 
-def test_sizes_reach_every_way():
-    """The sizes above are on all sides of the plans' limits."""
-    ways = {operation: set() for operation in plans.WAYS}
+def chosen(operation, n):
+    """The algorithm for pieces (or blocks of the result) of so many bytes by rank, over Gloo."""
+    counted = operation in {"all_gather", "reduce_scatter"}
+    total = sum(n) if counted else len(n) * n[0]
+    equal = len(set(n)) == 1
+    about = operation, Backend.GLOO, True, len(n), max(n), total, equal
+    return algorithms.choose(algorithms.Situation(*about)).name
+
+
+def test_sizes_reach_every_algorithm():
+    """The sizes above are on all sides of the table's limits."""
+    found = {operation: set() for operation in algorithms.TABLE}
     for world in (2, 3, 4):
         for size in SIZES:
             for ragged in (False, True):
                 n = [ROW * count for count in rows_by_rank(world, size, ragged)]
                 for name in ("all_gather", "reduce_scatter"):
-                    ways[name].add(getattr(plans, name)("gloo", n, 1, on_host=True))
+                    found[name].add(chosen(name, n))
                 for name in ("all_reduce", "all_to_all", "broadcast", "reduce"):
                     if not ragged:
-                        ways[name].add(getattr(plans, name)("gloo", world, n[0], on_host=True))
-    assert ways == {
-        "all_gather": {"hub", "copies", "pairs"},
-        "reduce_scatter": {"hub", "exchange", "pairs"},
-        "all_reduce": {"hub", "shares"},
-        "all_to_all": {"hub", "turns", "backend", "pairs"},
-        "broadcast": {"sends", "shares"},
-        "reduce": {"sends", "shares"},
+                        found[name].add(chosen(name, n))
+    assert found == {
+        "all_gather": {"star", "copies", "pairwise"},
+        "reduce_scatter": {"star", "exchange", "pairwise"},
+        "all_reduce": {"star", "chunked"},
+        "all_to_all": {"star", "pairwise_in_turns", "backend", "pairwise"},
+        "broadcast": {"linear", "chunked"},
+        "reduce": {"linear", "chunked"},
     }
 
 
@@ -318,7 +260,8 @@ def test_only_sizes_found_out_cost_an_exchange(rank, world, name):
     with Traffic() as found:
         call(x)
     calls, sent, received = exchange(world, rank)
-    if name == "all_to_all" and world > 2:  # whose blocks need not have one size then
+    if name == "all_to_all":  # an all_to_all of rows, and blocks that need not have one size
+        calls, _, _ = all_to_all([EXCHANGE * world] * world, rank)
         assert found.calls == Counter({"all_to_all_single": 1}) + Counter(calls)
         return
     assert found.calls == given.calls + Counter(calls)
@@ -327,8 +270,8 @@ def test_only_sizes_found_out_cost_an_exchange(rank, world, name):
 
 
 def exchange(world, rank):
-    """What finding sizes out costs: an all_to_all of equal blocks."""
-    return all_to_all([EXCHANGE * world] * world, rank)
+    """What finding sizes out costs: an all_gather of one row."""
+    return all_gather([EXCHANGE] * world, rank)
 
 
 @pytest.mark.ranks(3)
@@ -380,10 +323,10 @@ def test_memory_is_taken_for_the_result_alone_where_pieces_are_large(rank, world
     chunk = min(own, point_to_point.CHUNK)
     coming = min((world - 1) * chunks(own), point_to_point.IN_FLIGHT // chunk) * chunk  # at once
     summing = {
-        "hub": [own] if rank else [world * total, total, own],  # the hub has everyone's whole
+        "star": [own] if rank else [world * total, total, own],  # the root has every rank's whole
         "exchange": [world * own, own],
-        "pairs": [own, coming],
-    }[plans.reduce_scatter("gloo", [ROW * count for count in rows], 1, on_host=True)]
+        "pairwise": [own, coming],
+    }[chosen("reduce_scatter", [ROW * count for count in rows])]
     there, back = allocated(RAGGED["all_gather"][1], held(rows, rank), rows)
     assert there == [total]
     assert back == summing
@@ -399,18 +342,18 @@ def test_little_memory_beside_the_result(rank, world, name, size):
     rows = rows_by_rank(world, size, ragged=False)
     there, back = allocated(EQUAL[name][1], held(rows, rank), rows)
     own = rows[rank] * ROW
-    way = getattr(plans, name)("gloo", world, own, on_host=True)
+    algorithm = chosen(name, [own] * world)
     if name == "broadcast":
-        share = own // (world - 1)
-        alone, adding = way == "shares", [share, (world - 2) * share, own]
+        chunk = own // (world - 1)
+        alone, adding = algorithm == "chunked", [chunk, (world - 2) * chunk, own]
         assert there == [own]
         assert rank == 1 or back == (adding if alone else [own])  # zeros last
         assert rank != 1 or back == ([own] if alone else [own, (world - 1) * own])
         return
     want = [own]
-    if way == "shares":
-        want = [own, (world - 1) * shares(own, world)[rank]]
-    if way == "hub" and rank == 0:  # which has everyone's pieces, and what it makes of them
+    if algorithm == "chunked":
+        want = [own, (world - 1) * even_chunks(own, world)[rank]]
+    if algorithm == "star" and rank == 0:  # which has every rank's pieces, and the result
         want = [world * own, own] if name == "all_reduce" else [own, world * own, world * own]
     assert there == back == want
 
@@ -425,7 +368,7 @@ def test_another_dim_costs_one_copy(rank, world):
 
 
 @pytest.mark.ranks(3)
-def test_a_way_can_be_forced_for_experiments(rank):
+def test_an_algorithm_can_be_forced_for_experiments(rank):
     x = torch.ones(4)
     with Traffic() as traffic, algorithms.using(all_gather="broadcasts"):
         ag.all_gather(x, sizes="equal")
@@ -435,9 +378,9 @@ def test_a_way_can_be_forced_for_experiments(rank):
     assert traffic.calls == {"broadcast": 6, "all_gather_into_tensor": 1}
     with Traffic() as traffic:
         ag.all_gather(x, sizes="equal")
-    assert traffic == through_hub([16] * 3, [48] * 3, rank)
+    assert traffic == through_root([16] * 3, [48] * 3, rank)
     for wrong in ({"all_gather": "pigeons"}, {"scan": "backend"}):
-        with pytest.raises(InputError, match="has no way"), algorithms.using(**wrong):
+        with pytest.raises(InputError, match="has no algorithm"), algorithms.using(**wrong):
             pass
 
 

@@ -5,15 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allgrad._wire.handshake import DTYPES, MAX_DIMS, OPERATIONS, ROW, Announcement, Brought
+from allgrad._wire.handshake import DTYPES, MAX_DIMS, OPERATIONS, ROW, RankArgs, TensorSpec
 from allgrad.errors import AllgradError, SizesError
 
 TENSORS = st.lists(
     st.builds(
-        Brought,
+        TensorSpec,
         dtype=st.sampled_from([None, *DTYPES]),
         shape=st.lists(st.integers(0, 2**40), max_size=MAX_DIMS).map(tuple),
-        dim=st.integers(0, MAX_DIMS - 1),
+        dim=st.just(0),
         amount=st.integers(0, 2**40),
     ),
     max_size=9,
@@ -23,15 +23,15 @@ WORD = st.integers(-(2**63), 2**63 - 1)
 
 @given(op=st.sampled_from(OPERATIONS), tensors=TENSORS, names=WORD)
 def test_a_message_comes_out_as_it_went_in(op, tensors, names):
-    sent = Announcement(op, tensors, names)
-    assert Announcement.decode(sent.encode()) == sent
+    sent = RankArgs(op, tensors, names)
+    assert RankArgs.decode(sent.encode(), 1) == sent
 
 
 @given(tensors=TENSORS.map(lambda ts: ts[:1]), text=st.text(max_size=900))
 def test_a_problem_comes_with_as_much_of_its_text_as_fits(tensors, text):
-    words = Announcement("sizes", tensors, problem=SizesError(text)).encode()
+    words = RankArgs("gather_sizes", tensors, problem=SizesError(text)).encode()
     assert len(words) == ROW
-    got = Announcement.decode(words)
+    got = RankArgs.decode(words, 1)
     assert got.tensors == tensors
     assert isinstance(got.problem, SizesError)
     assert text.startswith(str(got.problem))
@@ -39,41 +39,74 @@ def test_a_problem_comes_with_as_much_of_its_text_as_fits(tensors, text):
 
 
 @settings(max_examples=250)
-@given(
-    st.lists(st.one_of(st.just(1), st.integers(-2, 30), WORD), min_size=ROW - 2, max_size=ROW + 20)
-)
+@given(st.lists(st.one_of(st.just(1), st.integers(-2, 30), WORD), min_size=0, max_size=ROW + 20))
 def test_noise_gives_an_error_or_a_message_in_range(words):
     try:
-        got = Announcement.decode(words)
+        got = RankArgs.decode(words, 1)
     except AllgradError:
         return
-    assert got.op in OPERATIONS
+    assert got.operation in OPERATIONS
     assert all(n >= 0 for tensor in got.tensors for n in tensor.shape)
 
 
 @settings(max_examples=250)
 @given(place=st.integers(0, 20), value=st.one_of(st.integers(-3, 40), WORD))
 def test_a_changed_word_gives_an_error_or_a_message_in_range(place, value):
-    words = Announcement("all_gather", (Brought(torch.float32, (2, 3), 1, 5),) * 2, 7).encode()
+    words = RankArgs("all_gather", (TensorSpec(torch.float32, (2, 3), 1, 5),) * 2, 7).encode()
     words[place] = value
     try:
-        got = Announcement.decode(words)
+        got = RankArgs.decode(words, 1)
     except AllgradError:
         return
-    assert len(got.tensors) == 2
+    assert len(got.tensors) <= 2
     assert all(n >= 0 for tensor in got.tensors for n in tensor.shape)
 
 
+def sent():
+    return RankArgs("all_gather", (TensorSpec(torch.float32, (2, 3), 0),)).encode()
+
+
+# Words: version, kind, operation, length, tensors, names, root, error, then dtype, dim, amount, ndim, shape.
 @pytest.mark.parametrize(
     ("word", "value"),
     [
-        *((0, 2), (1, 99), (2, 3), (2, -1), (4, 5), (4, 99), (5, 7), (6, 800), (7, -2), (8, 25)),
-        *((9, 24), (9, -1), (10, -1), (11, -1)),
+        *((0, 2), (1, 1), (1, 99), (2, 99), (3, -1), (4, -1), (4, 99), (6, -1), (7, 7), (7, -1)),
+        *((8, -2), (8, 99), (9, 2), (9, -1), (10, -1), (11, 25), (11, -1), (12, -1), (13, -1)),
     ],
 )
 def test_each_number_is_checked(word, value):
-    words = Announcement("all_gather", (Brought(torch.float32, (2, 3), 0),)).encode()
-    Announcement.decode(words)
+    words = sent()
+    RankArgs.decode(words, 1)
     words[word] = value
-    with pytest.raises(AllgradError):
-        Announcement.decode(words)
+    with pytest.raises(AllgradError, match="ank 1"):
+        RankArgs.decode(words, 1)
+
+
+def test_another_version_is_named_beside_this_one():
+    words = sent()
+    words[0] += 1 << 16
+    with pytest.raises(AllgradError, match=r"Rank 1 runs allgrad 0\.2\.0 .* this rank 0\.1\.0"):
+        RankArgs.decode(words, 1)
+
+
+def speak_another_version(rank, monkey_version):
+    import allgrad as ag
+    from allgrad._wire import codec
+
+    if rank == 1:
+        codec._VERSION = monkey_version
+    with pytest.raises(AllgradError, match="runs allgrad"):
+        ag.all_gather(torch.ones(rank + 1))
+
+
+@pytest.mark.ranks(3)
+def test_ranks_of_two_versions_raise_on_every_rank(rank):
+    from allgrad._wire import codec, handshake
+
+    own = codec._VERSION
+    handshake._template.cache_clear()
+    try:
+        speak_another_version(rank, own + 1)
+    finally:
+        codec._VERSION = own
+        handshake._template.cache_clear()

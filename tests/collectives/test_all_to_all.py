@@ -6,8 +6,9 @@ import torch
 import allgrad as ag
 import reference
 from counting import Counted
-from exactness import check_exact, pieces, place, with_layouts
+from exactness import check_exact, leaf, pieces, place, random, same, with_layouts
 from places import everywhere, on
+from traffic import Traffic
 
 # send[a][b]: what rank a sends to rank b.
 SEND = ((1, 2, 0, 1), (2, 0, 1, 3), (0, 0, 0, 0), (1, 1, 2, 0))
@@ -81,3 +82,27 @@ def test_alone_there_is_nothing_to_find_out():
     x = torch.arange(3.0, requires_grad=True)
     compiled(x).square().sum().backward()
     assert x.grad.tolist() == [0.0, 2.0, 4.0]
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_received_sizes_make_the_way_back_free(rank, world, async_op):
+    sent = [(rank + other) % 3 for other in range(world)]
+    x = leaf(random((sum(sent), 2), rank))
+    got = ag.all_to_all(x, send_sizes=sent, return_sizes=True, async_op=async_op)
+    y, received = got.wait() if async_op else got
+    assert received == tuple((rank + other) % 3 for other in range(world))
+    with Traffic() as traffic:
+        back = ag.all_to_all(y, send_sizes=received, recv_sizes=sent)
+    assert traffic.calls.total() == (world > 1)
+    same(back.detach(), x.detach(), "the way there and back")
+    (g,) = torch.autograd.grad((back**2).sum(), x)
+    same(g, 2 * x.detach(), "the gradient")
+
+
+@pytest.mark.ranks(3)
+def test_received_sizes_of_a_nest(rank, world):
+    nest = {"a": torch.ones(3), "b": torch.ones(6, 2)}
+    y, received = ag.all_to_all(nest, return_sizes=True)
+    assert received == {"a": (1, 1, 1), "b": (2, 2, 2)}
+    assert y["b"].shape == (6, 2)

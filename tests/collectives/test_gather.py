@@ -58,15 +58,15 @@ def test_numbers_become_a_vector_on_dst(world):
 
 
 def scatter_exactly(group, dtype):
-    """Off src an empty tensor stands for None, so that there too both derivatives have a way."""
+    """Off src any tensor may stand for None; its gradient is zero."""
     _, world = place(group)
     cuts = ((5, None), (2 * world, "equal"), (sum(SIZES["empty"][:world]), "list"))
     for src in range(world):
         for dim in (0, 1, 2, -1, -3):
             for length, sizes in cuts:
                 shapes = [[2, 3, 2] for _ in range(world)]
-                for r in range(world):
-                    shapes[r][dim] = length if r == src else 0
+                for r in range(world):  # off src a tensor of any length is ignored
+                    shapes[r][dim] = length if r == src else r
                 cut = SIZES["empty"][:world] if sizes == "list" else None
                 check_exact(
                     lambda x, s=cut or sizes, src=src, dim=dim: ag.scatter(
@@ -113,3 +113,23 @@ def test_scatter_takes_gradients_of_any_strides(rank, world, layout):
     y.backward(upstream[rank])
     if rank == 1:
         same(x.grad, torch.cat(upstream), "the joined gradient")
+
+
+@pytest.mark.ranks(3)
+def test_a_tensor_off_src_may_have_any_shape_and_dtype(rank, world):
+    whole = random((5, 3), 3)
+    others = (leaf(random((), 1)), leaf(random((4, 2, 2), 2)), torch.ones(3, dtype=torch.int64))
+    x = leaf(whole) if rank == 1 else others[rank]
+    y = ag.scatter(x, 1)
+    same(y.detach(), whole.tensor_split(3)[rank], "the piece")
+    y.sum().backward()
+    if rank == 0:
+        same(x.grad, torch.zeros_like(x), "the gradient of what was ignored")
+    if rank == 1:
+        same(x.grad, torch.ones_like(whole), "the gradient")
+
+
+@pytest.mark.ranks(3)
+def test_ranks_may_hold_other_nests_when_src_cuts_a_tensor(rank, world):
+    x = random((4,), 5) if rank == 0 else {"a": torch.zeros(2), "b": torch.zeros(1)}
+    assert torch.equal(ag.scatter(x), random((4,), 5).tensor_split(3)[rank])

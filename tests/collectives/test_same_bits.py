@@ -1,4 +1,4 @@
-"""Results have the same bits on every rank and from run to run, whatever the way."""
+"""Results have the same bits on every rank and from run to run, whatever the algorithm."""
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ def wild(rank, rows=12):
     return torch.randn(rows, 64, generator=source) * 2.0**powers
 
 
-def results(op, plan, rows):
-    """Results and gradients as bits, of three calls each, with the plan forced."""
+def results(op, algorithm, rows):
+    """Results and gradients as bits, of three calls each, with the algorithm forced."""
     rank, world = dist.get_rank(), dist.get_world_size()
     got = []
-    with algorithms.using(**({} if plan is None else {op: plan})):
+    with algorithms.using(**({} if algorithm is None else {op: algorithm})):
         for _ in range(3):
             x = wild(rank, rows * world if op == "reduce_scatter" else rows).requires_grad_()
             call = getattr(ag, op)
@@ -32,17 +32,19 @@ def results(op, plan, rows):
 
 
 CASES = [
-    *((op, plan, 12) for op, ways in plans.WAYS.items() for plan in ways),
+    *((op, entry.name, 12) for op, entries in algorithms.TABLE.items() for entry in entries),
     *((op, None, rows) for op in ("all_reduce", "broadcast") for rows in (1, 12, 8 * 1024)),
 ]
 
 
-@pytest.mark.parametrize(("op", "plan", "rows"), CASES)
-def test_bits_are_the_same_from_run_to_run_and_on_every_rank(op, plan, rows):
+@pytest.mark.parametrize(("op", "algorithm", "rows"), CASES)
+def test_bits_are_the_same_from_run_to_run_and_on_every_rank(op, algorithm, rows):
     for world in (2, 3):
-        first = run_ranks(results, world, op, plan, rows)
-        run_ranks(results, 4, op, plan, rows)
-        again = run_ranks(results, world, op, plan, rows)  # another world, with other connections
+        first = run_ranks(results, world, op, algorithm, rows)
+        run_ranks(results, 4, op, algorithm, rows)
+        again = run_ranks(
+            results, world, op, algorithm, rows
+        )  # another world, with other connections
         assert first[0][0][0].any()
         for rank in range(world):
             y, g = first[rank][0]

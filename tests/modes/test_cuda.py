@@ -1,13 +1,15 @@
 """The same on CUDA tensors: Gloo with two ranks on one GPU, NCCL in a world of one."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import allgrad as ag
-from allgrad._wire import algorithms
-from allgrad._wire import eager as moves
+from allgrad._wire import algorithms, eager
 from allgrad._wire import primitives as wire
+from allgrad._wire.groups import Backend
 from calls import CALLS, Place
 from differentiation import MODES, RANK, WANTED, Through
 from exactness import grads, leaf, loss, random, same
@@ -82,7 +84,12 @@ def way(request):
 
 def take(way, monkeypatch):
     if way == "backend":
-        monkeypatch.setattr(wire, "_stays_here", lambda _, x: x.is_meta)
+
+        def dispatch(operation, call, x, *args):
+            traced = torch.compiler.is_compiling() or type(x) not in wire._PLAIN
+            return (operation.in_graph if traced else partial(wire._run, operation))(call, x, *args)
+
+        monkeypatch.setattr(wire, "_dispatch", dispatch)
 
 
 @pytest.mark.ranks(1, backend="nccl")
@@ -104,25 +111,27 @@ def test_nccl_in_a_world_of_one(world, backend, way, monkeypatch):
 
 @pytest.mark.ranks(1, backend="nccl")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_nccl_plans(world, dtype):
-    """Every way that plans name for NCCL, each in one call of the backend."""
-    group = wire.resolve("test", None)
+def test_nccl_algorithms(world, dtype):
+    """Every algorithm that the table names for NCCL, each in one call of the backend."""
+    call = wire.resolve("test", None)
     x = torch.arange(6).cuda().to(dtype)
-    same_values = {"all_gather": moves.all_gather, "reduce_scatter": moves.reduce_scatter}
-    for operation, call in same_values.items():
-        for kind in ("backend", "backend_list"):
-            with algorithms.using(**{operation: kind}):
-                assert torch.equal(call(group, x, [6]), x), (operation, kind)
-    assert torch.equal(moves.reduce(group, x, 0), x)
-    assert torch.equal(moves.all_reduce(group, x), x)
-    assert torch.equal(moves.broadcast(group, x, 0), x)
-    assert torch.equal(moves.all_to_all(group, x, [6], [6]), x)
-    assert torch.equal(moves.all_to_all(group, x, [6], [6], equal=True), x)
-    for plan in (plans.all_gather, plans.reduce_scatter):
-        assert plan("nccl", [2, 2], 4, on_host=False) == "backend"
-        assert plan("nccl", [2, 1], 4, on_host=False) == "backend_list"
-    for plan in (plans.all_reduce, plans.all_to_all, plans.broadcast):
-        assert plan("nccl", 4, 4, on_host=False) == "backend"
+    for run in (eager.all_gather, eager.all_gather_list, eager.reduce_scatter_list):
+        assert torch.equal(run(call, x, [6]), x)
+    assert torch.equal(eager.reduce(call, x, 0), x)
+    assert torch.equal(eager.all_reduce(call, x), x)
+    assert torch.equal(eager.broadcast(call, x, 0), x)
+    assert torch.equal(eager.all_to_all(call, x, [6], [6]), x)
+    assert torch.equal(eager.all_to_all(call, x, [6], [6], equal=True), x)
+    assert call.group.backend(x.device) is Backend.NCCL
+
+    def chosen(operation, equal):
+        situation = algorithms.Situation(operation, Backend.NCCL, False, 4, 8, 32, equal)
+        return algorithms.choose(situation).name
+
+    for operation in algorithms.TABLE:
+        assert chosen(operation, True) == "backend"
+    for operation in ("all_gather", "reduce_scatter"):
+        assert chosen(operation, False) == "backend_list"
 
 
 @pytest.mark.ranks(1, backend="nccl")

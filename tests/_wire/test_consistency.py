@@ -1,0 +1,53 @@
+"""Checked mode: from the environment, and with threads that use groups of their own."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import allgrad as ag
+from allgrad.testing import run_ranks
+
+
+@pytest.mark.parametrize("value", ["1", "0", ""])
+def test_the_environment_switches_checks_on(value):
+    program = "import allgrad._wire.consistency as c; print(c.is_checking())"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "ALLGRAD_CHECK": value},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == str(value == "1")
+
+
+def both_at_once():
+    """Rank 0 starts with one group, rank 1 with the other: each thread waits for the other rank."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    rank, results = dist.get_rank(), {}
+    first_is_in = threading.Event()
+
+    def use(number, group):
+        if number != rank:
+            first_is_in.wait(0.5)  # the other thread is inside its call by then
+        else:
+            first_is_in.set()
+        results[number] = ag.all_reduce(torch.tensor(float(number + 1)), group=group).item()
+
+    with ag.checked(sites=False):
+        threads = [threading.Thread(target=use, args=each) for each in enumerate(groups)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert results == {0: 2.0, 1: 4.0}
+
+
+def test_threads_with_their_own_groups_do_not_wait_for_each_other():
+    run_ranks(both_at_once, 2, timeout=40)

@@ -1,0 +1,74 @@
+"""Counting what one rank hands to its process group, and gets from it."""
+
+from collections import Counter
+
+import torch.distributed as dist
+
+# What a process group calls them, and what they are called here.
+MOVERS = {
+    "allreduce": "all_reduce",
+    "broadcast": "broadcast",
+    "alltoall_base": "all_to_all_single",
+    "all_to_all_single": "all_to_all_single",
+    "send": "isend",
+    "recv": "irecv",
+    "_allgather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+    **{name: name for name in ("allgather", "gather", "scatter", "reduce", "reduce_scatter")},
+    **{name: name for name in ("alltoall", "_reduce_scatter_base", "reduce_scatter_single")},
+    **{name: name for name in ("allreduce_coalesced", "allgather_coalesced", "recv_anysource")},
+}
+
+
+class Traffic:
+    """Counts this rank's calls of its process group, and the bytes to and from other ranks."""
+
+    def __enter__(self):
+        self.calls, self.sent, self.received = Counter(), 0, 0
+        names = [name for name in MOVERS if hasattr(dist.ProcessGroup, name)]
+        self.real = {name: getattr(dist.ProcessGroup, name) for name in names}
+        self.kept = {name: vars(dist.ProcessGroup)[name] for name in names}
+        for name in names:
+            setattr(dist.ProcessGroup, name, self.counting(name))
+        return self
+
+    def __exit__(self, *_):
+        for name, call in self.kept.items():
+            setattr(dist.ProcessGroup, name, call)
+
+    def counting(self, name):
+        def call(group, *args, **options):
+            self.calls[MOVERS[name]] += 1
+            sent, received = self.moved(name, *args, **options)
+            self.sent += sent
+            self.received += received
+            return self.real[name](group, *args, **options)
+
+        return call
+
+    def moved(self, name, x, *args, **_):
+        rank = dist.get_rank()
+        if MOVERS[name] == "all_to_all_single":
+            _, into, sent, *_ = args
+            if not sent and not into:
+                each = x.nbytes // dist.get_world_size() * (dist.get_world_size() - 1)
+                return each, each
+            row = x.nbytes // len(x) if len(x) else 0  # nothing comes then
+            width = row or args[0].nbytes // max(1, len(args[0]))
+            return width * (sum(sent) - sent[rank]), width * (sum(into) - into[rank])
+        if MOVERS[name] == "all_gather_into_tensor":
+            return 0, 0
+        (x,) = x
+        if name == "broadcast":
+            return (x.nbytes, 0) if args[0].rootRank == rank else (0, x.nbytes)
+        return {"send": (x.nbytes, 0), "recv": (0, x.nbytes), "allreduce": (x.nbytes, x.nbytes)}[
+            name
+        ]
+
+    def __eq__(self, cost):
+        return (dict(self.calls), self.sent, self.received) == cost
+
+    def __repr__(self):
+        return repr((dict(self.calls), self.sent, self.received))
+
+    __hash__ = None
