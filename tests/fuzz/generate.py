@@ -368,6 +368,8 @@ class _Builder:
         )
         if grads and self.chance(0.25):
             args["grad"] = rng.choice(grads)
+        if self.large and args.get("grad") == "same" and args.get("op", "sum") not in LINEAR:
+            return None  # every rank reduces a share: exact only where ranks do the same work
         off_src = rng.choice(("empty", "any"))
         free = what == "scatter" and not nest and not self.all_need
         if free and (self.lockstep or given not in self.from_calls) and self.chance(0.4):

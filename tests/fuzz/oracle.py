@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 
 import torch
@@ -150,7 +149,7 @@ def formula(s: Call, xs: list[torch.Tensor]) -> list[torch.Tensor]:
         return list(Share.apply(*xs))
     if name == "split":
         cut = sizes_of(s, xs[0], world)
-        wholes = at_least_1d_all(Share.apply(*xs))
+        wholes = reference.at_least_1d(Share.apply(*xs))
         return [reference.split(x, world, options["dim"], cut)[r] for r, x in enumerate(wholes)]
     if name == "scatter":
         whole = xs[options["src"]]
@@ -160,13 +159,13 @@ def formula(s: Call, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     if name == "all_to_all":
         blocks = [chosen_cut(length(x, s), world, s.cut + r) for r, x in enumerate(xs)]
         return reference.all_to_all(
-            at_least_1d_all(xs), options["dim"], blocks if s.sizes == "given" else None
+            reference.at_least_1d(xs), options["dim"], blocks if s.sizes == "given" else None
         )
     if name == "gather_sizes":
         return [torch.tensor([length(x, s) for x in xs])] * world
     if name in {"permute", "shift"}:
         options.pop("dim", None)
-        xs = at_least_1d_all(xs)
+        xs = reference.at_least_1d(xs)
     return getattr(reference, name)(xs, **options)
 
 
@@ -213,14 +212,6 @@ def sizes_of(s: Call, x: torch.Tensor, world: int) -> tuple[int, ...] | None:
     return chosen_cut(length(x, s), world, s.cut) if s.sizes == "given" else None
 
 
-def at_least_1d(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dim() else x.reshape(1)
-
-
-def at_least_1d_all(xs: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [at_least_1d(x) for x in xs]
-
-
 def refuse_near_ties(stacked: torch.Tensor) -> None:
     if stacked.is_floating_point():
         apart = (stacked.unsqueeze(0) - stacked.unsqueeze(1)).abs()
@@ -230,14 +221,8 @@ def refuse_near_ties(stacked: torch.Tensor) -> None:
 
 def refuse_extremes(values, *, infinite_allowed: bool = False) -> None:
     for x in values:
-        seen = (
-            torch.nan_to_num(x, posinf=0, neginf=0)
-            if infinite_allowed and x.is_floating_point()
-            else x
-        )
-        if x.numel() > 400_000 or (
-            x.numel() and not bool((seen.abs() < 60).all() if x.dtype != torch.bool else True)
-        ):
+        seen = x.nan_to_num(posinf=0, neginf=0) if infinite_allowed and not x.is_complex() else x
+        if x.numel() > 400_000 or (x.dtype != torch.bool and not bool((seen.abs() < 60).all())):
             raise Refused
 
 
@@ -251,8 +236,8 @@ def run_oracle(program: Program) -> tuple[Results, Writer]:
         {n: {r: x.detach().clone() for r, x in by.items()} for n, by in oracle.env.items()}
     )
     leaves = [(x.out, r) for x in program.leaves() for r in range(program.world)]
-    inputs = [oracle.env[name][r] for name, r in leaves if oracle.env[name][r].requires_grad]
     wanted = [(name, r) for name, r in leaves if oracle.env[name][r].requires_grad]
+    inputs = [oracle.env[name][r] for name, r in wanted]
     second_order = program.ending == "second"
     terms = [
         prelude.use(oracle.env[name][r], r)
@@ -264,12 +249,9 @@ def run_oracle(program: Program) -> tuple[Results, Writer]:
     grads = differentiate(terms, inputs, create_graph=second_order)
     results.first = by_name(wanted, [None if g is None else g.detach() for g in grads])
     if second_order:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            terms = [
-                prelude.use(g, r) for (_, r), g in zip(wanted, grads, strict=True) if g is not None
-            ]
-            results.second = by_name(wanted, differentiate(terms, inputs))
+        found = [(g, r) for (_, r), g in zip(wanted, grads, strict=True) if g is not None]
+        terms = [prelude.use(g, r) for g, r in found]
+        results.second = by_name(wanted, differentiate(terms, inputs))
     return results, writer
 
 
