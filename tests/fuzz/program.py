@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from textwrap import indent
 
-from fuzz import prelude
+from fuzz import misbehave, prelude
 
 
 @dataclass(frozen=True)
@@ -193,10 +193,12 @@ class Writer:
         groups = {make_comm(name, self.program.world): None for name in sorted(used)}
         grads = ", ".join(f'"{x.out}.grad": {x.out}.grad' for x in self.program.leaves())
         lines = ["rank, world = dist.get_rank(), None", *groups, self.body(), f"return {{{grads}}}"]
+        faulty = "misbehave(" in self.body()
+        helpers = [prelude, misbehave] if faulty else [prelude]
         return SCRIPT.format(
             note=indent(note, "# ", lambda _: True),
-            seed=self.program.seed,
-            prelude=inspect.getsource(prelude).partition("\n\n")[2],
+            replay=f"{'--faults ' * faulty}--seed {self.program.seed}",
+            prelude="\n\n".join(inspect.getsource(m).partition("\n\n")[2] for m in helpers),
             body=indent("\n".join(lines), "    "),
             world=self.program.world,
         )
@@ -323,7 +325,7 @@ def by_rank(values) -> str:
 
 SCRIPT = """\
 {note}
-# Replay: python tests/fuzz --seed {seed}
+# Replay: python tests/fuzz {replay}
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

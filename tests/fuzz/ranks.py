@@ -64,7 +64,7 @@ def check(programs: Sequence[Program], limit: float = LIMIT) -> Iterator[Find]:
     ]
     run_ranks(warm_up, programs[0].world, timeout=180)
     try:
-        by_rank = run_ranks(perform, programs[0].world, sources, timeout=limit + len(programs) / 4)
+        by_rank = run_ranks(perform, programs[0].world, sources, timeout=limit + len(programs))
     except (RankFailed, RanksStuck) as failure:
         if len(programs) == 1:
             yield Find(programs[0], str(failure))
@@ -72,8 +72,12 @@ def check(programs: Sequence[Program], limit: float = LIMIT) -> Iterator[Find]:
         named = {int(seed) for seed in re.findall(r"<program (\d+)>", str(failure))}
         suspects = [program for program in programs if program.seed in named] or programs
         finds = [find for program in suspects for find in check([program], limit)]
-        yield from finds or [Find(suspects[0], f"only after other programs:\n{failure}")]
-        yield from check([program for program in programs if program not in suspects], limit)
+        if not finds and isinstance(failure, RankFailed):
+            finds = [Find(suspects[0], f"only after other programs:\n{failure}")]
+        yield from finds
+        rest = [program for program in programs if program not in suspects]
+        yield from check(rest[::2], limit)
+        yield from check(rest[1::2], limit)
         return
     for i, (program, (results, _)) in enumerate(zip(programs, expected, strict=True)):
         how = difference(program, results, {r: found[i] for r, found in enumerate(by_rank)})
