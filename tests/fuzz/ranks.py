@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-9
 ROUNDED = {".float()": 1e-4, ".half()": 2e-2, ".bfloat16()": 1e-1}  # gradients only
-LIMIT = 20.0
+LIMIT = 20.0  # seconds for a call, and one more for each program in it
+COMPILING = 10.0
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,12 @@ def check(programs: Sequence[Program], limit: float = LIMIT) -> Iterator[Find]:
         Source.of(program, results, writer)
         for program, (results, writer) in zip(programs, expected, strict=True)
     ]
-    run_ranks(warm_up, programs[0].world, timeout=180)
+    world = programs[0].world
+    run_ranks(warm_up, world, timeout=180)
+    compiled = sum("torch.compile" in source.body for source in sources)
+    seconds = limit + len(programs) + COMPILING * compiled
     try:
-        by_rank = run_ranks(perform, programs[0].world, sources, timeout=limit + len(programs))
+        by_rank = run_ranks(perform, world, sources, timeout=seconds)
     except (RankFailed, RanksStuck) as failure:
         if len(programs) == 1:
             yield Find(programs[0], str(failure))
