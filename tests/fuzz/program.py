@@ -99,6 +99,11 @@ class Program:
     checked: bool = False
     deadline: float = 0  # seconds
 
+    @property
+    def backward_inside(self) -> bool:
+        """Whether second derivatives are taken inside the lockstep block, or after it."""
+        return self.seed % 2 == 0
+
     def leaves(self) -> list[Leaf]:
         return [step for step in self.body if isinstance(step, Leaf)]
 
@@ -304,7 +309,9 @@ class Writer:
         if self.program.ending == "second":
             lines.append(f"step.backward({given}, create_graph=True)")
             lines += self._second("step.backward(penalty if first else None)")
-            return "\n" + indent("\n".join(lines), "    "), ""
+            if self.program.backward_inside:
+                return "\n" + indent("\n".join(lines), "    "), ""
+            return "", "\n".join(lines)
         if self.program.ending == "each":
             lines += [f"step.backward({loss}, retain_graph=True)" for loss in losses]
         elif self.program.ending == "tie":
