@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types suite fuzz setup clean
+.PHONY: demo test lint types suite docs fuzz setup clean
 
 demo: $(READY)
 	@$(BIN)/python -m allgrad demo
@@ -21,6 +21,9 @@ types: $(READY)
 
 suite: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+docs: $(READY)
+	$(BIN)/python docs/generate.py
 
 # Random programs on ranks against one process: make fuzz MINUTES=30
 MINUTES ?= 5

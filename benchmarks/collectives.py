@@ -2,7 +2,7 @@
 
     python benchmarks/collectives.py [--ranks 2,4] [--sizes 4KiB,64MiB] [--json FILE] [--png FILE]
 
-The same as ``allgrad bench``; what is measured, and how, stands in ``allgrad.cli.bench``.
+The same as ``allgrad bench``; ``allgrad.cli.bench`` describes what is measured, and how.
 """
 
 from __future__ import annotations

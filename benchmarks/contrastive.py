@@ -1,16 +1,17 @@
-"""CLIP's loss, forward and backward: allgrad beside dense and chunked ways and the floor, in one run.
+"""CLIP's loss, forward and backward: allgrad, dense and chunked implementations, and the floor, in one run.
 
     python benchmarks/contrastive.py                       # CUDA if there is a device, else CPU
     python benchmarks/contrastive.py --device cpu [--ranks 4] [--pairs 8192] [--width 256]
     python benchmarks/contrastive.py --device cuda [--pairs 65536 131072] [--width 512 1024]
-    python benchmarks/contrastive.py --shapes              # CUDA: the kernels alone, for each shape of tile
+    python benchmarks/contrastive.py --tile-configs        # CUDA: the kernels alone, for each tile config
 
-CUDA, one device, bfloat16. The floor is four matrix products (scores, scores again, two gradients)
-at the rate of a product of 8192 x 8192 matrices measured in the same run. Extra memory is the
-peak above what was there before, which is the features; gradients count as extra. CPU, float32, one
-thread on each rank: a sample is the slowest rank's time after a barrier, extra memory the largest
-growth of a rank's resident set. Ways take turns, on CUDA in an order drawn anew for each round, and one that
-has taken three seconds sits out the rest. Peers that are not installed are left out.
+CUDA: one device, bfloat16. The floor is four matrix products (scores, scores again, two gradients)
+at the rate of a product of 8192 x 8192 matrices, measured in the same run. Extra memory is the peak
+above what was allocated before, which is the features; gradients count as extra. CPU: float32, one
+thread on each rank. A sample is the time of the slowest rank after a barrier; extra memory is the
+largest growth of a rank's resident set. Implementations take turns, on CUDA in a new random order
+for each round; one that has taken three seconds in all is skipped in further rounds. Peers that are
+not installed are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.utils.checkpoint import checkpoint
 
 import allgrad as ag
-from allgrad.losses import clip_loss, info_nce, reference, siglip_loss
+from allgrad.losses import clip_loss, info_nce_loss, reference, siglip_loss
 from allgrad.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -44,9 +45,9 @@ LOG2E = 1.4426950408889634
 MIB = 2**20
 ENOUGH_MS = 3000
 
-# Rows, columns and depth of a tile, warps and stages: those that Triton compiles for Hopper without
-# spilling registers.
-SHAPES = (
+# BLOCK_M, BLOCK_N, BLOCK_K, warps and stages: those that Triton compiles for Hopper without spilling
+# registers.
+TILE_CONFIGS = (
     *((128, 128, 64, 4, 2), (128, 128, 64, 4, 3), (128, 128, 64, 4, 4), (128, 128, 64, 8, 3)),
     *((128, 128, 128, 4, 2), (128, 128, 128, 8, 2), (64, 256, 64, 4, 3), (128, 64, 64, 4, 4)),
     *((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (256, 128, 64, 8, 4)),
@@ -54,7 +55,7 @@ SHAPES = (
 
 
 def features(pairs: int, width: int, dtype: torch.dtype, device: str, seed: int) -> list[Tensor]:
-    """Images, and texts that are like their image."""
+    """Images, and texts that are similar to their image."""
     generator = torch.Generator(device).manual_seed(seed)
     shape = (pairs, width)
     image = normalize(torch.randn(shape, device=device, generator=generator), dim=1)
@@ -64,17 +65,17 @@ def features(pairs: int, width: int, dtype: torch.dtype, device: str, seed: int)
     return [x.detach().requires_grad_() for x in (image.to(dtype), text.to(dtype), scale)]
 
 
-def step(way: Callable[..., Tensor], given: list[Tensor]) -> None:
-    for x in given:
+def step(loss: Callable[..., Tensor], inputs: list[Tensor]) -> None:
+    for x in inputs:
         x.grad = None
-    way(*given).backward()
+    loss(*inputs).backward()
 
 
 # ---- one CUDA device
 
 
 def chunks(image: Tensor, text: Tensor, scale: Tensor, rows: int = 4096) -> Tensor:
-    """Some rows at a time, computed again in backward."""
+    """Some rows at a time, recomputed in backward."""
 
     def some(queries: Tensor, keys: Tensor, start: int) -> Tensor:
         own = torch.arange(start, start + len(queries), device=queries.device)
@@ -90,19 +91,19 @@ def chunks(image: Tensor, text: Tensor, scale: Tensor, rows: int = 4096) -> Tens
 
 
 def dense(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-    """All scores at once; as under autocast, products in 16 bits and the cross entropy in 32."""
+    """All scores at once; as under autocast, matrix products in 16 bits, cross entropy in 32."""
     scores = scale.to(image.dtype) * image @ text.T
     own = torch.arange(len(image), device=image.device)
     return (cross_entropy(scores.float(), own) + cross_entropy(scores.T.float(), own)) / 2
 
 
 def dense_in_16_bits(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-    """All scores at once, with nothing kept in 32 bits; its gradients are off by far more."""
+    """All scores at once, everything in 16 bits; its gradients are much less exact."""
     return reference.clip(image, text, scale.to(image.dtype))
 
 
-def cuda_ways() -> dict[str, Callable[..., Tensor]]:
-    ways: dict[str, Callable[..., Tensor]] = {
+def cuda_implementations() -> dict[str, Callable[..., Tensor]]:
+    implementations: dict[str, Callable[..., Tensor]] = {
         "allgrad": clip_loss,
         "dense": dense,
         "dense, compiled": torch.compile(dense, dynamic=False),
@@ -115,7 +116,7 @@ def cuda_ways() -> dict[str, Callable[..., Tensor]]:
     except ImportError:
         print("open_clip is not installed: left out")
     else:
-        ways["open_clip"] = lambda i, t, s: ClipLoss()(i, t, s.to(i.dtype))
+        implementations["open_clip"] = lambda i, t, s: ClipLoss()(i, t, s.to(i.dtype))
     try:
         from inf_cl import cal_flash_loss
     except ImportError:
@@ -127,8 +128,8 @@ def cuda_ways() -> dict[str, Callable[..., Tensor]]:
             one = cal_flash_loss(image, text, own, scale).mean()
             return (one + cal_flash_loss(text, image, own, scale).mean()) / 2
 
-        ways["inf_cl"] = inf_cl
-    return ways
+        implementations["inf_cl"] = inf_cl
+    return implementations
 
 
 def milliseconds(run: Callable[[], object]) -> float:
@@ -146,22 +147,22 @@ def flops_per_ms() -> float:
     return 2 * 8192**3 / statistics.median(times[10:])
 
 
-def try_out(way: Callable[..., Tensor], given: list[Tensor]) -> float | None:
-    """Extra bytes of a step, after one that warms up; None if memory does not suffice."""
+def extra_memory(loss: Callable[..., Tensor], inputs: list[Tensor]) -> float | None:
+    """Extra bytes of a step, after a warm-up step; None if out of memory."""
     try:
-        step(way, given)
-        for x in given:
+        step(loss, inputs)
+        for x in inputs:
             x.grad = None
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        step(way, given)
+        step(loss, inputs)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     except torch.cuda.OutOfMemoryError:
-        for x in given:
+        for x in inputs:
             x.grad = None
         gc.collect()
         torch.cuda.empty_cache()
@@ -171,14 +172,14 @@ def try_out(way: Callable[..., Tensor], given: list[Tensor]) -> float | None:
 def on_cuda(pairs: list[int], widths: list[int], repeats: int, largest: int) -> None:
     rate = flops_per_ms()
     print(f"{torch.cuda.get_device_name()}, bfloat16, matrix product {rate / 1e9:.0f} TFLOP/s")
-    ways = cuda_ways()
+    implementations = cuda_implementations()
     for width in widths:
         for count in pairs:
-            compare(ways, count, width, repeats, rate)
-    for name, way in (("siglip_loss", siglip_loss), ("info_nce", info_nce)):
-        given = features(pairs[0], widths[0], torch.bfloat16, "cuda", 0)
-        extra = try_out(way, given)
-        took = statistics.median(milliseconds(partial(step, way, given)) for _ in range(repeats))
+            compare(implementations, count, width, repeats, rate)
+    for name, loss in (("siglip_loss", siglip_loss), ("info_nce_loss", info_nce_loss)):
+        inputs = features(pairs[0], widths[0], torch.bfloat16, "cuda", 0)
+        extra = extra_memory(loss, inputs)
+        took = statistics.median(milliseconds(partial(step, loss, inputs)) for _ in range(repeats))
         report(
             name,
             took,
@@ -187,29 +188,35 @@ def on_cuda(pairs: list[int], widths: list[int], repeats: int, largest: int) -> 
             count=pairs[0],
             width=widths[0],
         )
-    accuracy(ways, widths[0])
-    given = features(largest, widths[0], torch.bfloat16, "cuda", 0)
-    extra = try_out(clip_loss, given)
-    took = milliseconds(partial(step, clip_loss, given))
+    accuracy(implementations, widths[0])
+    inputs = features(largest, widths[0], torch.bfloat16, "cuda", 0)
+    extra = extra_memory(clip_loss, inputs)
+    took = milliseconds(partial(step, clip_loss, inputs))
     floor = 8 * largest**2 * widths[0] / rate
     report("allgrad", took, extra or 0, floor=floor, count=largest, width=widths[0])
 
 
 def compare(
-    ways: dict[str, Callable[..., Tensor]], count: int, width: int, repeats: int, rate: float
+    implementations: dict[str, Callable[..., Tensor]],
+    count: int,
+    width: int,
+    repeats: int,
+    rate: float,
 ) -> None:
     floor = 8 * count**2 * width / rate
-    given = features(count, width, torch.bfloat16, "cuda", 0)
-    extra = {name: try_out(way, given) for name, way in ways.items()}
-    able = [name for name in ways if extra[name] is not None]
-    times: dict[str, list[float]] = {name: [] for name in able}
+    inputs = features(count, width, torch.bfloat16, "cuda", 0)
+    extra = {name: extra_memory(loss, inputs) for name, loss in implementations.items()}
+    fitting = [name for name in implementations if extra[name] is not None]
+    times: dict[str, list[float]] = {name: [] for name in fitting}
     order = random.Random(0)  # noqa: S311
     for _ in range(repeats):
-        for name in order.sample(able, len(able)):  # the card's clock depends on what ran before
+        for name in order.sample(
+            fitting, len(fitting)
+        ):  # the card's clock depends on what ran before
             if sum(times[name]) < ENOUGH_MS:
-                times[name].append(milliseconds(partial(step, ways[name], given)))
-    for name in ways:
-        if name not in able:
+                times[name].append(milliseconds(partial(step, implementations[name], inputs)))
+    for name in implementations:
+        if name not in fitting:
             print(f"  B {count:>9,}  D {width:>5,}  {name:<16} out of memory")
             continue
         took = statistics.median(times[name])
@@ -226,19 +233,21 @@ def report(name: str, took: float, extra: float, *, floor: float, count: int, wi
     )
 
 
-def accuracy(ways: dict[str, Callable[..., Tensor]], width: int, count: int = 8192) -> None:
+def accuracy(
+    implementations: dict[str, Callable[..., Tensor]], width: int, count: int = 8192
+) -> None:
     """The value and the gradients against float64 on the CPU."""
-    given = features(count, width, torch.bfloat16, "cuda", 1)
-    exact = [x.detach().cpu().double().requires_grad_() for x in given]
+    inputs = features(count, width, torch.bfloat16, "cuda", 1)
+    exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
     step(reference.clip, exact)
     with torch.no_grad():
         want = float(reference.clip(*exact))
-    for name, way in ways.items():
-        step(way, given)
-        off = abs(float(way(*given)) - want) / want
+    for name, loss in implementations.items():
+        step(loss, inputs)
+        off = abs(float(loss(*inputs)) - want) / want
         errors = [
             float((x.grad.cpu().double() - y.grad).norm() / y.grad.norm())
-            for x, y in zip(given, exact, strict=True)
+            for x, y in zip(inputs, exact, strict=True)
         ]
         image, text, scale = errors
         print(
@@ -248,23 +257,24 @@ def accuracy(ways: dict[str, Callable[..., Tensor]], width: int, count: int = 81
 
 
 def kernels(pairs: int, widths: list[int]) -> None:
-    """A panel of each kernel in each shape, against the product in it; the first run compiles."""
+    """Time a panel of each kernel with each config, relative to its matrix product."""
+    from allgrad.losses._kind import LossKind
     from allgrad.losses._tiles.kernels import sums_tile
     from allgrad.losses._tiles.torch import Weights
-    from allgrad.losses._tiles.triton import CudaTiles, Shape
+    from allgrad.losses._tiles.triton import TileConfig, TritonTiles
 
     rate = flops_per_ms()
     print(f"{torch.cuda.get_device_name()}, bfloat16, matrix product {rate / 1e9:.0f} TFLOP/s")
     for width in widths:
         image, text, scale = (x.detach() for x in features(pairs, width, torch.bfloat16, "cuda", 0))
-        tiles = CudaTiles(image, text, scale, first_pair=0)
-        lse = [x for x in tiles.lse(columns=True) if x is not None]
-        weights = Weights(*lse, 0.0, torch.zeros_like(lse[0]))
+        tiles = TritonTiles(image, text, scale, first_pair=0)
+        lse = [x for x in tiles.lse(LossKind.SOFTMAX_BOTH) if x is not None]
+        weights = Weights(LossKind.SOFTMAX_BOTH, *lse, 0.0, torch.zeros_like(lse[0]))
         logs = [x * LOG2E for x in lse]
         rows = slice(0, min(tiles.panel, pairs))
         memory = image.new_empty(rows.stop, rows.stop)
-        for shape in SHAPES:
-            tiles.sums_shape = tiles.softmax_shape = Shape(*shape)
+        for config in TILE_CONFIGS:
+            tiles.sums_config = tiles.softmax_config = TileConfig(*config)
             runs = {
                 "sums": (partial(tiles._launch_sums, sums_tile, rows, True), pairs),
                 "weights": (
@@ -275,7 +285,7 @@ def kernels(pairs: int, widths: list[int]) -> None:
             for name, (run, columns) in runs.items():
                 floor = 2 * rows.stop * columns * width / rate
                 print(
-                    f"  D {width:>5,}  {name:<8} {shape!s:<24} {times_floor(run, floor)}",
+                    f"  D {width:>5,}  {name:<8} {config!s:<24} {times_floor(run, floor)}",
                     flush=True,
                 )
 
@@ -283,7 +293,7 @@ def kernels(pairs: int, widths: list[int]) -> None:
 def times_floor(run: Callable[[], object], floor: float) -> str:
     try:
         times = [milliseconds(run) for _ in range(23)]
-    except Exception as error:  # noqa: BLE001  Triton has several for a shape that does not fit
+    except Exception as error:  # noqa: BLE001  Triton has several for a config that does not fit
         return type(error).__name__
     return f"{statistics.median(times[3:]) / floor:5.2f} x its product"
 
@@ -307,7 +317,7 @@ def gather_dense_own_rows(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     return (by_image + by_text) / 2
 
 
-CPU_WAYS = {
+CPU_IMPLEMENTATIONS = {
     "allgrad": clip_loss,
     "allgrad, ring": partial(clip_loss, ring=True),
     "gather + dense": gather_dense,
@@ -322,37 +332,37 @@ def resident(field: str) -> int:
     return 0
 
 
-def growth(way: Callable[..., Tensor], given: list[Tensor]) -> int:
+def growth(loss: Callable[..., Tensor], inputs: list[Tensor]) -> int:
     """How far the resident set grows in a step."""
-    for x in given:
+    for x in inputs:
         x.grad = None
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts over
     before = resident("VmRSS")
-    step(way, given)
+    step(loss, inputs)
     return resident("VmHWM") - before
 
 
 def measure(pairs: int, width: int, repeats: int) -> dict[str, tuple[list[float], float]]:
     torch.set_num_threads(1)
     rank, world = dist.get_rank(), dist.get_world_size()
-    given = features(pairs // world, width, torch.float32, "cpu", rank)
-    names = list(CPU_WAYS)
+    inputs = features(pairs // world, width, torch.float32, "cpu", rank)
+    names = list(CPU_IMPLEMENTATIONS)
     times: dict[str, list[float]] = {name: [] for name in names}
     memory = {}
     for turn in range(repeats + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             dist.barrier()
             start = time.perf_counter()
-            step(CPU_WAYS[name], given)
+            step(CPU_IMPLEMENTATIONS[name], inputs)
             took = torch.tensor(time.perf_counter() - start)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if turn:  # the first round warms up
                 times[name].append(took.item())
     for name in names:
         dist.barrier()
-        grown = torch.tensor(float(growth(CPU_WAYS[name], given)))
+        grown = torch.tensor(float(growth(CPU_IMPLEMENTATIONS[name], inputs)))
         dist.all_reduce(grown, dist.ReduceOp.MAX)
         memory[name] = grown.item()
     return {name: (times[name], memory[name]) for name in names}
@@ -379,9 +389,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, nargs="+")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--largest", type=int, default=1_048_576)
-    parser.add_argument("--shapes", action="store_true")
+    parser.add_argument("--tile-configs", action="store_true")
     args = parser.parse_args()
-    if args.shapes:
+    if args.tile_configs:
         kernels((args.pairs or [65_536])[0], args.width or [512, 1024])
     elif args.device == "cpu":
         pairs, width = (args.pairs or [8192])[0], (args.width or [256])[0]

@@ -1,10 +1,10 @@
-"""Machine instructions of small calls, by callgrind: a regression shows without a clock.
+"""Machine instructions of small calls, counted by callgrind: shows a regression without a clock.
 
     python benchmarks/instructions.py [--calls 100]
 
-Needs valgrind. The world has two ranks of which only this one exists: torch's "fake" backend moves
-nothing and answers at once, so that the count is what this side spends, in Python and below, with
-no waiting in it. Its plans are those of a backend with calls of its own, such as NCCL.
+Needs valgrind. The world has two ranks, of which only this one exists: torch's "fake" backend sends
+nothing and completes at once, so that the count is the work of this rank, in Python and below,
+without waiting. The algorithms are those of a backend with its own collectives, such as NCCL.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as functional
 from torch.distributed.nn import functional as nn
 
 import allgrad as ag
+from allgrad._core.torch_internals import functional_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def ways() -> dict[str, Callable[[], object]]:
+def implementations() -> dict[str, Callable[[], object]]:
     x, g = torch.ones(2, requires_grad=True), torch.ones(2)
+    functional = functional_collectives()
 
     def raw() -> torch.Tensor:
         out = g.clone()
         dist.all_reduce(out)
         return out
 
-    def back(call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], object]:
+    def with_backward(call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(call(x), x, g)
 
     return {
@@ -50,10 +51,14 @@ def ways() -> dict[str, Callable[[], object]]:
         "allgrad all_gather, equal": lambda: ag.all_gather(x, sizes="equal"),
         "nn all_reduce": lambda: nn.all_reduce(x),
         "functional all_reduce": lambda: functional.all_reduce(x, "sum", dist.group.WORLD).wait(),
-        "allgrad all_reduce, both ways": back(ag.all_reduce),
-        "nn all_reduce, both ways": back(nn.all_reduce),
-        "allgrad all_to_all, both ways": back(partial(ag.all_to_all, send_sizes="equal")),
-        "nn all_to_all, both ways": back(lambda x: nn.all_to_all_single(torch.empty_like(x), x)),
+        "allgrad all_reduce, forward and backward": with_backward(ag.all_reduce),
+        "nn all_reduce, forward and backward": with_backward(nn.all_reduce),
+        "allgrad all_to_all, forward and backward": with_backward(
+            partial(ag.all_to_all, send_sizes="equal")
+        ),
+        "nn all_to_all, forward and backward": with_backward(
+            lambda x: nn.all_to_all_single(torch.empty_like(x), x)
+        ),
     }
 
 
@@ -63,20 +68,20 @@ def control(*words: str) -> None:
 
 
 def inside(calls: int) -> None:
-    """Under valgrind: count each way, once the interpreter has settled."""
+    """Under valgrind: count each implementation, after a warm-up."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    for way in ways().values():
+    for implementation in implementations().values():
         for _ in range(20):
-            way()
+            implementation()
     control("--instr=on")
-    for name, way in ways().items():
+    for name, implementation in implementations().items():
         control("--zero")
         for _ in range(calls):
-            way()
+            implementation()
         control(f"--dump={name}")
 
 
@@ -96,14 +101,14 @@ def main() -> None:
         subprocess.run([*valgrind, "-q", out, *program], env=settings, check=True)  # noqa: S603
         counts = [
             int(found[1])
-            for number in range(1, len(ways()) + 1)
+            for number in range(1, len(implementations()) + 1)
             if (
                 found := re.search(
                     r"^(?:totals|summary): (\d+)", dump(folder, number), re.MULTILINE
                 )
             )
         ]
-    for name, count in zip(ways(), counts, strict=True):
+    for name, count in zip(implementations(), counts, strict=True):
         each = (count - counts[0]) / options.calls
         print(f"{name:<34} {each / 1000:8.1f} thousand instructions")
 

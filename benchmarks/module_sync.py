@@ -1,15 +1,15 @@
-"""Give every rank the state of rank 0: allgrad's ``sync`` beside the raw ways, in one interleaved run.
+"""Give every rank the state of rank 0: allgrad's ``sync`` beside raw torch, in one interleaved run.
 
     python benchmarks/module_sync.py [--ranks 4] [--tensors 2000] [--kib 10] [--repeats 31]
 
-Ways, each from the module to the module:
+Implementations, each in place on the module:
 
     sync        allgrad.module_state.sync
     coalesced   torch's own coalesced broadcast of the listed tensors, 250 MiB buffers
     flat        flattened and unflattened by hand around one broadcast for each dtype
     each        one broadcast for each tensor
 
-A sample is the slowest rank's time after a barrier; the order rotates. Values are checked after
+A sample is the time of the slowest rank after a barrier; the order rotates. Values are checked after
 every sample.
 """
 
@@ -69,15 +69,15 @@ def each(module: nn.Module) -> None:
         dist.broadcast(x, 0)
 
 
-WAYS = {"sync": sync, "coalesced": coalesced, "flat": flat, "each": each}
+IMPLEMENTATIONS = {"sync": sync, "coalesced": coalesced, "flat": flat, "each": each}
 
 
 def measure(tensors: int, kib: int, repeats: int) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     module = build(tensors, kib)
     rank = dist.get_rank()
-    times: dict[str, list[float]] = {name: [] for name in WAYS}
-    names = list(WAYS)
+    times: dict[str, list[float]] = {name: [] for name in IMPLEMENTATIONS}
+    names = list(IMPLEMENTATIONS)
     with torch.no_grad():
         for repeat in range(repeats + 1):
             turn = repeat % len(names)
@@ -86,7 +86,7 @@ def measure(tensors: int, kib: int, repeats: int) -> dict[str, list[float]]:
                     x.fill_(number % 100 + 100 * repeat if rank == 0 else -1)
                 dist.barrier()
                 start = time.perf_counter()
-                WAYS[name](module)
+                IMPLEMENTATIONS[name](module)
                 seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
                 dist.all_reduce(seconds, dist.ReduceOp.MAX)
                 for number, x in enumerate(listed(module)):

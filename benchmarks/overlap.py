@@ -1,11 +1,11 @@
-"""What ``async_op`` hides: a call and a computation as long as it, one after the other and overlapped.
+"""Overlap with ``async_op``: a call and a computation of the same length, in sequence and overlapped.
 
     python benchmarks/overlap.py [--ranks 2] [--mib 16] [--repeats 15] [--compute elsewhere|here]
 
-``elsewhere`` computes off the host, as an accelerator does: the host only waits. ``here`` multiplies
-matrices on the cores that also move the bytes, so that a machine without spare cores hides nothing.
-The computation is made as long as the call in the same run, forward and backward each. A sample is
-the slowest rank's time after a barrier; the ways take turns.
+``elsewhere`` computes off the host, like an accelerator: the host only waits. ``here`` multiplies
+matrices on the cores that also move the bytes, so that nothing overlaps without spare cores. The
+computation is as long as the call in the same run, in forward and in backward. A sample is the time
+of the slowest rank after a barrier; the implementations alternate.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class Compute(torch.autograd.Function):
         return g, None, None, None
 
 
-def once(way: str, x: Tensor, w: Tensor, load: tuple[float, float, str]) -> list[float]:
+def once(implementation: str, x: Tensor, w: Tensor, load: tuple[float, float, str]) -> list[float]:
     """Seconds of the forward and of the backward."""
     dist.barrier()
     began = time.perf_counter()
     results = []
-    if way == "call":
+    if implementation == "call":
         results = [ag.all_gather(x, sizes="equal")]
-    elif way == "computation":
+    elif implementation == "computation":
         results = [Compute.apply(w, *load)]
-    elif way == "one after the other":
+    elif implementation == "one after the other":
         results = [ag.all_gather(x, sizes="equal"), Compute.apply(w, *load)]
     else:
         handle: Any = ag.all_gather(x, sizes="equal", async_op=True)
@@ -67,7 +67,7 @@ def once(way: str, x: Tensor, w: Tensor, load: tuple[float, float, str]) -> list
     return [between - began, time.perf_counter() - between]
 
 
-WAYS = ("call", "computation", "one after the other", "overlapped")
+IMPLEMENTATIONS = ("call", "computation", "one after the other", "overlapped")
 
 
 def measure(mib: int, repeats: int, where: str) -> dict[str, list[list[float]]]:
@@ -78,11 +78,14 @@ def measure(mib: int, repeats: int, where: str) -> dict[str, list[list[float]]]:
     took = torch.tensor([statistics.median(column) for column in zip(*alone, strict=True)])
     dist.all_reduce(took, dist.ReduceOp.MAX)
     there, back = took.tolist()
-    times: dict[str, list[list[float]]] = {way: [] for way in WAYS}
+    times: dict[str, list[list[float]]] = {implementation: [] for implementation in IMPLEMENTATIONS}
     for turn in range(repeats):
-        for way in WAYS[turn % len(WAYS) :] + WAYS[: turn % len(WAYS)]:
+        for implementation in (
+            IMPLEMENTATIONS[turn % len(IMPLEMENTATIONS) :]
+            + IMPLEMENTATIONS[: turn % len(IMPLEMENTATIONS)]
+        ):
             x.grad = None
-            times[way].append(once(way, x, w, (there, back, where)))
+            times[implementation].append(once(implementation, x, w, (there, back, where)))
     return times
 
 
@@ -96,14 +99,16 @@ def main() -> None:
     by_rank = run_ranks(measure, args.ranks, args.mib, args.repeats, args.compute, timeout=900)
     print(f"{args.ranks} ranks, all_gather of {args.mib} MiB a rank, computation {args.compute}")
     medians = {}
-    for way in WAYS:
-        samples = zip(*(times[way] for times in by_rank), strict=True)
+    for implementation in IMPLEMENTATIONS:
+        samples = zip(*(times[implementation] for times in by_rank), strict=True)
         slowest = [[max(part) for part in zip(*ranks, strict=True)] for ranks in samples]
-        medians[way] = [statistics.median(column) for column in zip(*slowest, strict=True)]
+        medians[implementation] = [
+            statistics.median(column) for column in zip(*slowest, strict=True)
+        ]
     longer = [max(medians["call"][i], medians["computation"][i]) for i in range(2)]
-    for way, found in medians.items():
+    for implementation, found in medians.items():
         print(
-            f"  {way:<22} forward {1e3 * found[0]:7.1f} ms ({found[0] / longer[0]:.2f} x the longer)"
+            f"  {implementation:<22} forward {1e3 * found[0]:7.1f} ms ({found[0] / longer[0]:.2f} x the longer)"
             f"   backward {1e3 * found[1]:7.1f} ms ({found[1] / longer[1]:.2f} x)"
         )
 

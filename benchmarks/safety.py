@@ -1,9 +1,9 @@
-"""What safety costs: plain, lockstep, deadline and checked, in one interleaved run.
+"""The cost of lockstep, deadline and checked, compared with the plain call, in one interleaved run.
 
     python benchmarks/safety.py [--ranks 4] [--repeats 41]
 
-A sample is the slowest rank's time for one all_gather forward and backward, after a barrier; the
-order of the ways rotates. Values are checked before anything is timed.
+A sample is the time of the slowest rank for one all_gather, forward and backward, after a barrier;
+the order rotates. Values are checked before anything is timed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def when_checked(x: torch.Tensor) -> torch.Tensor:
         return plain(x)
 
 
-WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+IMPLEMENTATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "plain": plain,
     "lockstep": in_lockstep,
     "deadline": within_deadline,
@@ -58,18 +58,18 @@ def measure(kib: int, repeats: int) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     rank, world = dist.get_rank(), dist.get_world_size()
     x = torch.full((kib * 256,), float(rank + 1), requires_grad=True)
-    for name, way in WAYS.items():
+    for name, implementation in IMPLEMENTATIONS.items():
         x.grad = None
-        way(x)
+        implementation(x)
         assert torch.equal(x.grad, torch.full_like(x, float(world))), name
-    times: dict[str, list[float]] = {name: [] for name in WAYS}
-    names = list(WAYS)
+    times: dict[str, list[float]] = {name: [] for name in IMPLEMENTATIONS}
+    names = list(IMPLEMENTATIONS)
     for turn in range(repeats):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             x.grad = None
             dist.barrier()
             began = time.perf_counter()
-            WAYS[name](x)
+            IMPLEMENTATIONS[name](x)
             slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             times[name].append(slowest.item())

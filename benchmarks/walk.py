@@ -29,7 +29,7 @@ class Walk:
         self.files: list[str] = []
         self.jumps: list[tuple[str, str]] = []
 
-    def __enter__(self) -> Walk:
+    def __enter__(self) -> Walk:  # noqa: PYI034
         sys.setprofile(self._event)
         return self
 

@@ -205,5 +205,5 @@ KINDS = (
 )
 
 # The suite runs a part of what takes minutes; ALLGRAD_ALL=1 runs all of it.
-EVERYTHING = bool(os.environ.get("ALLGRAD_ALL") or os.environ.get("ALLGRAD_WRITE_DOCS"))
+EVERYTHING = bool(os.environ.get("ALLGRAD_ALL") or os.environ.get("ALLGRAD_STORE_RESULTS"))
 ON_THREE_RANKS = tuple(CALLS) if EVERYTHING else KINDS

@@ -1,6 +1,5 @@
 """The examples in README.md and docs/ are executed: on three ranks, or alone where they say so."""
 
-import json
 import re
 import runpy
 from pathlib import Path
@@ -15,7 +14,7 @@ FENCE = re.compile(r"^```python( alone)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def examples(page, alone):
-    """The page's blocks of one kind, as one program with the page's line numbers."""
+    """The blocks of one kind, as one program with the line numbers of the page."""
     lines = []
     for block in FENCE.finditer(page.read_text()):
         if bool(block[1]) == alone:
@@ -49,19 +48,19 @@ def test_every_python_block_is_one_of_the_two():
         assert set(fences) <= {"python", "python alone", "text"}, page
 
 
-def test_the_collectives_page_is_what_the_docstrings_say():
-    scope = runpy.run_path(str(ROOT / "docs" / "render.py"))
-    assert scope["PAGE"].read_text() == scope["render"](), "run: python docs/render.py"
+GENERATOR = runpy.run_path(str(ROOT / "docs" / "generate.py"))
 
 
-def test_the_performance_page_shows_the_figures_kept_beside_it():
-    scope = runpy.run_path(str(ROOT / "docs" / "render_performance.py"))
-    figures = json.loads(scope["FIGURES"].read_text())
-    shown = scope["PLACE"].search(scope["PAGE"].read_text())
-    assert shown[0] == scope["table"](figures), "run: python docs/render_performance.py"
-    assert all(
-        way["wrong"] == "" for c in figures for n, way in c["ways"].items() if "allgrad" in n
-    )
+@pytest.mark.parametrize("page", GENERATOR["pages"](), ids=lambda page: page.name)
+def test_generated_pages_are_up_to_date(page):
+    assert page.read_text() == GENERATOR["pages"]()[page], "run: make docs"
+    assert page.name == "collectives.md" or GENERATOR["TABLE"].search(page.read_text())
+
+
+def test_stored_results_of_allgrad_are_correct():
+    for case in GENERATOR["load"]("collectives"):
+        for name, result in case["implementations"].items():
+            assert not ("allgrad" in name and result["wrong"]), case["title"]
 
 
 def test_relative_links_lead_somewhere():

@@ -14,7 +14,7 @@ PACKAGES = (
 )
 # Differentiation knows nothing of how bytes move; only lockstep tells other ranks of an error.
 CALCULUS = {"adjoint_pair.py", "transforms.py", "backward_order.py", "async_calls.py"}
-BASELINES = {"cli/bench/baselines.py", "cli/bench/by_hand.py"}
+BASELINES = {"cli/bench/baselines.py", "cli/bench/algorithms.py"}
 
 
 def imported(path):
@@ -62,6 +62,18 @@ def test_only_the_wire_talks_to_torch_distributed(path):
 def test_a_package_says_what_it_holds_and_may_import(package):
     text = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
     assert 2 <= len(text.splitlines()) <= 4, f"{package}: say what it holds, and what it may import"
+
+
+TESTS = Path(__file__).parent
+CROSS_CUTTING = {"modes", "faults", "fuzz"}  # test directories that belong to no single package
+
+
+def test_tests_mirror_the_source():
+    directories = {p.parent.relative_to(TESTS) for p in TESTS.rglob("test_*.py")}
+    strays = [
+        str(d) for d in directories if not (SRC / d).is_dir() and d.parts[0] not in CROSS_CUTTING
+    ]
+    assert not strays, "a test directory has the name of the package that it tests"
 
 
 def test_files_stay_small():

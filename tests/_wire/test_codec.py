@@ -9,7 +9,9 @@ import torch
 
 from allgrad._wire.consistency import CallSpec
 from allgrad._wire.handshake import ROW, RankArgs, TensorSpec
-from allgrad.errors import AllgradError, SizesError
+from allgrad.errors import AllgradError, SizesError, TensorError
+from allgrad.module_state import _messages as state_messages
+from allgrad.module_state._specs import EntrySpec
 
 SRC = Path(__file__).parent.parent.parent / "src" / "allgrad"
 RANKS = 3
@@ -37,6 +39,19 @@ def call_spec(chance):
     ).encode(RANKS)
 
 
+def state_digest(chance):
+    problem = TensorError("a is not dense") if chance.random() < 0.3 else None
+    return state_messages.encode_digest(str(chance.random()), problem)
+
+
+def state_specs(chance):
+    return state_messages.encode_specs({"w": EntrySpec("buffer", str(chance.random()), "(2,)")})
+
+
+def state_settings(chance):
+    return state_messages.encode_settings(["ä\udc80", chance.randrange(99)])
+
+
 def mutated(words, chance):
     """A message with some words changed, cut, or replaced altogether."""
     words = list(words)
@@ -58,8 +73,11 @@ def mutated(words, chance):
     [
         (rank_args, lambda words: RankArgs.decode(words, 1)),
         (call_spec, lambda words: CallSpec.decode(words, RANKS, 1)),
+        (state_digest, lambda words: state_messages.decode_digest(words, 1)),
+        (state_specs, lambda words: state_messages.decode_specs(words, 1)),
+        (state_settings, lambda words: state_messages.decode_settings(words, 1, 2)),
     ],
-    ids=["handshake", "check"],
+    ids=["handshake", "check", "state digest", "state specs", "state settings"],
 )
 def test_a_hundred_thousand_damaged_messages(make, decode):
     chance = random.Random(0)

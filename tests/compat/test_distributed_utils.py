@@ -137,7 +137,7 @@ def test_storage_is_freed_and_taken_as_by_the_original():
 def test_storage_in_use_by_others_is_not_freed():
     whole = torch.ones(4)
     original._free_storage(whole.clone()[:2])  # a silent loss of the other half
-    with pytest.raises(TensorError, match="not alone"):
+    with pytest.raises(TensorError, match="only a part of its storage"):
         ours._free_storage(whole[:2])
     with pytest.raises(InputError, match="too few"):
         ours._alloc_storage(whole, torch.Size([2]))
@@ -152,7 +152,7 @@ def test_prefixes_are_replaced_alike():
         original._replace_by_prefix(theirs, old, new)
         assert mine == theirs
     for replace in (ours._replace_by_prefix, original._replace_by_prefix):
-        with pytest.raises(ValueError, match="distinct"):
+        with pytest.raises(ValueError, match=r"distinct|different"):
             replace({}, "a", "a")
 
 

@@ -70,7 +70,7 @@ def test_reduce_add_takes_device_after_device():
 
 
 def test_reduce_add_needs_as_many_from_each_device():
-    with pytest.raises(InputError, match="3 tensors are not 2 for each device"):
+    with pytest.raises(InputError, match="3 tensors are not a multiple of 2"):
         ReduceAddCoalesced.apply("cpu", 2, *[torch.ones(2)] * 3)
 
 
@@ -106,7 +106,7 @@ def test_scatter_without_sizes_cuts_as_torch_chunks(length):
 
 
 def test_scatter_names_sizes_that_do_not_fit():
-    with pytest.raises(SizesError, match="one for each device, and add up to 4, not 3"):
+    with pytest.raises(SizesError, match="one size for each device; they must add up to 4, not 3"):
         Scatter.apply(CPUS, (1, 1, 1), 0, torch.ones(4))
 
 

@@ -1,8 +1,8 @@
 """Where torch.distributed.nn.functional is wrong: its number on three ranks, and the exact one.
 
-Each case is a program that takes the module. Both modules run it, and both numbers are asserted. What
-hangs in the original, or takes the process down, is in test_torch_distributed_nn.py and runs on
-ours alone.
+Each case is a program that takes the module. Both modules run it, and both numbers are asserted. A case
+that torch has since corrected stands in FIXED_IN. What hangs in the original, or takes the process
+down, is in test_torch_distributed_nn.py and runs on ours alone.
 """
 
 from __future__ import annotations
@@ -231,6 +231,8 @@ WRONG = {
     ),
 }
 
+FIXED_IN = {"broadcast in a group": (2, 14)}  # the first version of torch that is exact
+
 
 def run_case(module, body):
     with warnings.catch_warnings():
@@ -242,4 +244,5 @@ def run_case(module, body):
 def test_exact_where_the_original_is_wrong(name):
     body, theirs, exact = WRONG[name]
     assert run_ranks(run_case, 3, COMPAT, body) == exact
-    assert run_ranks(run_case, 3, ORIGINAL, body) == theirs
+    fixed = name in FIXED_IN and torch.__version__ >= FIXED_IN[name]
+    assert run_ranks(run_case, 3, ORIGINAL, body) == (exact if fixed else theirs)

@@ -201,7 +201,7 @@ def test_cast_reaches_a_packed_sequence() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
 def test_cast_to_what_has_no_gradient_is_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(InputError, match=f"floating-point one, not {dtype}"):
+    with pytest.raises(InputError, match=f"floating-point dtype, not {dtype}"):
         cast_call((doubles(),), {}, dtype)
 
 

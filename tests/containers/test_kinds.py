@@ -392,7 +392,7 @@ def test_registering_twice_or_a_non_type_is_refused() -> None:
 
     register(Once, lambda box: ([box.content], None), lambda _, c: Once(c[0]))
     for bad in [Once, list, 3]:
-        with pytest.raises(InputError, match="cannot be taught"):
+        with pytest.raises(InputError, match="cannot be registered"):
             register(bad, lambda box: ([box.content], None), lambda _, c: Once(c[0]))
 
 
@@ -410,7 +410,7 @@ def test_type_registered_globally_with_optree_is_opened() -> None:
     assert len(tensors(Everywhere(a_tensor()))) == 1
 
 
-def test_other_namespaces_do_not_see_what_was_learned() -> None:
+def test_other_namespaces_do_not_see_our_types() -> None:
     nest = {a_tensor()}
     assert len(tensors(nest)) == 1
     assert optree.tree_leaves(nest) == [nest]

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from allgrad import devices
-from allgrad.devices import _pairs as device_pairs
+from allgrad.devices._adjoint_pairs import copy_pair, join_pair
+from allgrad.devices._arguments import check_devices
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 everywhere = pytest.mark.parametrize(
-    "places",
+    "targets",
     [
         pytest.param(["cpu", "cpu", "cpu"], id="cpu"),
         pytest.param(["cuda:0", "cpu", 0], id="cuda", marks=needs_cuda),
@@ -29,7 +30,7 @@ def random(*shape, seed=0, dtype=torch.float64):
 
 
 def laid_out(x, layout):
-    """The same numbers in other strides."""
+    """The same numbers with other strides."""
     if layout == "transposed":
         return x.mT.clone(memory_format=torch.contiguous_format).mT
     if layout == "slice":
@@ -94,11 +95,11 @@ def check_exact(run, reference, inputs, upstream_layouts=("transposed", "expande
 @everywhere
 @homes
 @layouts
-def test_broadcast_copies_and_its_gradient_sums(places, home, layout):
+def test_broadcast_copies_and_its_gradient_sums(targets, home, layout):
     inputs = [leaf(random(3, 4), home, layout), leaf(random(2, 5, seed=1), home, layout)]
     check_exact(
-        lambda xs: [x for copies in devices.broadcast(xs, places) for x in copies],
-        lambda xs: [x.clone() for _ in places for x in xs],
+        lambda xs: [x for copies in devices.broadcast(xs, targets) for x in copies],
+        lambda xs: [x.clone() for _ in targets for x in xs],
         inputs,
     )
 
@@ -106,9 +107,9 @@ def test_broadcast_copies_and_its_gradient_sums(places, home, layout):
 @everywhere
 @homes
 @layouts
-def test_reduce_add_sums_and_its_gradient_copies(places, home, layout):
+def test_reduce_add_sums_and_its_gradient_copies(targets, home, layout):
     inputs = [
-        leaf(random(3, 4, seed=i), place, layout) for i, place in enumerate(places) for _ in "ab"
+        leaf(random(3, 4, seed=i), device, layout) for i, device in enumerate(targets) for _ in "ab"
     ]
     check_exact(
         lambda xs: devices.reduce_add([xs[:2], xs[2:4], xs[4:]], home),
@@ -122,11 +123,11 @@ def test_reduce_add_sums_and_its_gradient_copies(places, home, layout):
 @layouts
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("sizes", [None, (1, 0, 6), (0, 0, 7), (2, 4, 1)])
-def test_scatter_cuts_and_its_gradient_joins(places, home, layout, dim, sizes):
+def test_scatter_splits_and_its_gradient_joins(targets, home, layout, dim, sizes):
     shape = [2, 3, 5]
     shape[dim] = 7
     check_exact(
-        lambda xs: devices.scatter(xs[0], places, sizes=sizes, dim=dim),
+        lambda xs: devices.scatter(xs[0], targets, sizes=sizes, dim=dim),
         lambda xs: [part.clone() for part in xs[0].split(sizes or (3, 2, 2), dim)],
         [leaf(random(*shape), home, layout)],
         upstream_layouts=() if sizes and 0 in sizes else ("transposed", "expanded"),
@@ -138,13 +139,13 @@ def test_scatter_cuts_and_its_gradient_joins(places, home, layout, dim, sizes):
 @layouts
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 0, 6), (2, 4, 1)])
-def test_gather_joins_and_its_gradient_cuts(places, home, layout, dim, sizes):
+def test_gather_joins_and_its_gradient_splits(targets, home, layout, dim, sizes):
     shapes = [[2, 3, 5] for _ in sizes]
     for shape, size in zip(shapes, sizes, strict=True):
         shape[dim] = size
     inputs = [
-        leaf(random(*shape, seed=i), place, layout)
-        for i, (shape, place) in enumerate(zip(shapes, places, strict=True))
+        leaf(random(*shape, seed=i), device, layout)
+        for i, (shape, device) in enumerate(zip(shapes, targets, strict=True))
     ]
     check_exact(
         lambda xs: [devices.gather(xs, home, dim=dim)], lambda xs: [torch.cat(xs, dim)], inputs
@@ -154,8 +155,8 @@ def test_gather_joins_and_its_gradient_cuts(places, home, layout, dim, sizes):
 @everywhere
 @homes
 @pytest.mark.parametrize("dim", [0, -1])
-def test_gather_of_scalars_is_a_vector(places, home, dim):
-    inputs = [leaf(random(seed=i), place) for i, place in enumerate(places)]
+def test_gather_of_scalars_is_a_vector(targets, home, dim):
+    inputs = [leaf(random(seed=i), device) for i, device in enumerate(targets)]
     check_exact(
         lambda xs: [devices.gather(xs, home, dim=dim)],
         lambda xs: [torch.stack(xs)],
@@ -171,28 +172,28 @@ def test_scatter_of_a_scalar_is_a_vector_of_one():
 
 @everywhere
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.float32, torch.bfloat16])
-def test_other_dtypes_travel_as_they_are(places, dtype):
+def test_other_dtypes_stay_as_they_are(targets, dtype):
     x = random(7, 2).to(dtype)
     x = (x * (1 + 2j)).conj().requires_grad_() if dtype.is_complex else x.requires_grad_()
-    pieces = devices.scatter(x, places)
+    pieces = devices.scatter(x, targets)
     assert all(piece.dtype == dtype and not piece.is_conj() for piece in pieces)
     joined = devices.gather(pieces, "cpu")
     assert torch.equal(joined, x.resolve_conj())
     (gradient,) = torch.autograd.grad(joined, x, x.detach())
     assert torch.equal(gradient.resolve_conj(), x.detach().resolve_conj())
-    added = devices.reduce_add(devices.broadcast(x, places), "cpu")
+    added = devices.reduce_add(devices.broadcast(x, targets), "cpu")
     assert torch.equal(added, x + x + x)
 
 
 @everywhere
-def test_each_pair_is_adjoint(places):
-    places = [devices._device("test", place) for place in places]
+def test_each_pair_is_adjoint(targets):
+    targets = check_devices("test", targets)
     cpu = torch.device("cpu")
-    pieces = [random(n, 3, seed=n).to(p) for n, p in zip((2, 0, 4), places, strict=True)]
-    copies = [random(2, 3, seed=i).to(p) for i, p in enumerate(places)]
+    pieces = [random(n, 3, seed=n).to(p) for n, p in zip((2, 0, 4), targets, strict=True)]
+    copies = [random(2, 3, seed=i).to(p) for i, p in enumerate(targets)]
     for pair, xs, ys in [
-        (device_pairs.join_pair(cpu, places, (2, 0, 4), 0), pieces, [random(6, 3, seed=9)]),
-        (device_pairs.copy_pair([cpu], [[p] for p in places]), [random(2, 3, seed=9)], copies),
+        (join_pair(cpu, targets, (2, 0, 4), 0), pieces, [random(6, 3, seed=9)]),
+        (copy_pair([cpu], [[p] for p in targets]), [random(2, 3, seed=9)], copies),
     ]:
         there = zip(pair.forward(xs), ys, strict=True)
         back = zip(xs, pair.adjoint.forward(ys), strict=True)
@@ -204,21 +205,21 @@ def test_each_pair_is_adjoint(places):
 
 
 @everywhere
-def test_a_result_requires_grad_when_its_input_does(places):
+def test_a_result_requires_grad_when_its_input_does(targets):
     nest = {
         "needs": torch.ones(2, requires_grad=True),
         "free": torch.ones(3),
         "whole": torch.arange(3),
         "flag": torch.tensor([True, False]),
     }
-    for copy in devices.broadcast(nest, places):
+    for copy in devices.broadcast(nest, targets):
         assert {key for key, x in copy.items() if x.requires_grad} == {"needs"}
         assert torch.equal(copy["whole"].cpu(), nest["whole"])
         assert torch.equal(copy["flag"].cpu(), nest["flag"])
     groups = [[torch.ones(2, requires_grad=i == 1), torch.ones(2)] for i in range(3)]
-    assert [x.requires_grad for x in devices.reduce_add(groups, places[0])] == [True, False]
-    assert not any(x.requires_grad for x in devices.scatter(nest["free"], places))
-    assert not devices.gather([nest["whole"]] * 3, places[0]).requires_grad
+    assert [x.requires_grad for x in devices.reduce_add(groups, targets[0])] == [True, False]
+    assert not any(x.requires_grad for x in devices.scatter(nest["free"], targets))
+    assert not devices.gather([nest["whole"]] * 3, targets[0]).requires_grad
 
 
 def test_no_grad_is_kept():
@@ -264,9 +265,9 @@ class Batch(NamedTuple):
 
 
 @everywhere
-def test_nests_keep_their_form(places):
+def test_nests_keep_their_structure(targets):
     nest = Batch({"b": leaf(random(2)), "a": [leaf(random(3)), "name"]}, None)
-    copies = devices.broadcast(nest, places)
+    copies = devices.broadcast(nest, targets)
     assert len(copies) == 3
     for copy in copies:
         assert isinstance(copy, Batch)
@@ -275,7 +276,7 @@ def test_nests_keep_their_form(places):
         same(copy.x["b"], nest.x["b"])
     added = devices.reduce_add(copies, "cpu")
     same(added.x["a"][0], 3 * nest.x["a"][0])
-    assert devices.broadcast([], places) == [[], [], []]
+    assert devices.broadcast([], targets) == [[], [], []]
 
 
 @homes
@@ -293,7 +294,7 @@ def test_to_device_moves_what_is_elsewhere(home):
     same(torch.autograd.grad(loss([moved["x"]], 3), x)[0], torch.autograd.grad(loss([x], 3), x)[0])
 
 
-def test_to_device_passes_on_what_is_there():
+def test_to_device_does_not_copy_what_is_there():
     nest = {"x": torch.ones(2), "y": [torch.ones(3)]}
     assert devices.to_device(nest, "cpu:0") is nest
 
@@ -307,7 +308,7 @@ def test_to_another_kind_of_device():
     assert moved[1].shape == (3, 2)
 
 
-def test_default_cut_gives_the_first_devices_one_more():
+def test_default_split_gives_the_first_devices_one_more():
     assert [len(x) for x in devices.scatter(torch.arange(11), ["cpu"] * 4)] == [3, 3, 3, 2]
     assert [len(x) for x in devices.scatter(torch.arange(2), CPUS)] == [1, 1, 0]
 
@@ -315,11 +316,11 @@ def test_default_cut_gives_the_first_devices_one_more():
 # torch.func and forward mode.
 
 
-def through_everything(x, places):
+def through_everything(x, targets):
     """All four maps, each derivative reaching x."""
-    pieces = devices.scatter(x, places, sizes=(1, 4, 2), dim=0)
+    pieces = devices.scatter(x, targets, sizes=(1, 4, 2), dim=0)
     joined = devices.gather([piece * (i + 1) for i, piece in enumerate(pieces)], "cpu")
-    copies = devices.broadcast([joined, torch.arange(3)], places)
+    copies = devices.broadcast([joined, torch.arange(3)], targets)
     total = devices.reduce_add([copy[0].sin() * copy[1].sum() for copy in copies], "cpu")
     return loss([total], 5)
 
@@ -330,7 +331,7 @@ def in_plain_torch(x, _):
 
 
 @everywhere
-def test_torch_func_transforms_are_exact(places):
+def test_torch_func_transforms_are_exact(targets):
     x, tangent = random(7, 2), random(7, 2, seed=1)
     for transform in (
         torch.func.grad,
@@ -344,23 +345,23 @@ def test_torch_func_transforms_are_exact(places):
             )
         ),
     ):
-        same(transform(through_everything)(x, places), transform(in_plain_torch)(x, places))
+        same(transform(through_everything)(x, targets), transform(in_plain_torch)(x, targets))
 
 
 @everywhere
-def test_vmap_over_some_inputs_only(places):
+def test_vmap_over_some_inputs_only(targets):
     x, fixed = random(4, 2, 3), random(2, 3, seed=1)
     got = torch.func.vmap(lambda x: devices.gather([x, fixed], "cpu", dim=-1))(x)
     same(got, torch.cat([x, fixed.expand(4, 2, 3)], -1))
-    counted = torch.func.vmap(lambda i: devices.scatter(i, places)[1].cpu())(
+    counted = torch.func.vmap(lambda i: devices.scatter(i, targets)[1].cpu())(
         torch.arange(8).view(2, 4)
     )
     assert counted.tolist() == [[2], [6]]
 
 
 @everywhere
-def test_gradcheck_of_every_order_and_mode(places):
+def test_gradcheck_of_every_order_and_mode(targets):
     x = leaf(random(7, 2))
-    modes = {"check_forward_ad": True, "check_batched_grad": places == CPUS}
-    assert torch.autograd.gradcheck(lambda x: through_everything(x, places), x, **modes)
-    assert torch.autograd.gradgradcheck(lambda x: through_everything(x, places), x)
+    modes = {"check_forward_ad": True, "check_batched_grad": targets == CPUS}
+    assert torch.autograd.gradcheck(lambda x: through_everything(x, targets), x, **modes)
+    assert torch.autograd.gradgradcheck(lambda x: through_everything(x, targets), x)

@@ -1,9 +1,9 @@
-"""Pairs of all ranks from one seed, and the loss that one process has of them."""
+"""Pairs of all ranks from one seed, and the losses of one process that holds them all."""
 
 import torch
 from torch.nn.functional import logsigmoid, normalize
 
-from allgrad.losses import clip_loss, info_nce, reference, siglip_loss
+from allgrad.losses import clip_loss, info_nce_loss, reference, siglip_loss
 from exactness import random
 
 PAIRS = {"equal": (3, 3, 3, 3), "ragged": (4, 1, 2, 5), "empty": (3, 0, 4, 2)}
@@ -14,14 +14,14 @@ LOSSES = {
     "clip": (clip_loss, reference.clip, {}),
     "clip, smoothed": (clip_loss, reference.clip, {"label_smoothing": 0.1}),
     "siglip": (siglip_loss, reference.siglip, {}),
-    "info_nce": (info_nce, reference.info_nce, {}),
-    "info_nce, smoothed": (info_nce, reference.info_nce, {"label_smoothing": 0.2}),
-    "info_nce, negatives": (info_nce, reference.info_nce, {}),
+    "info_nce": (info_nce_loss, reference.info_nce, {}),
+    "info_nce, smoothed": (info_nce_loss, reference.info_nce, {"label_smoothing": 0.2}),
+    "info_nce, negatives": (info_nce_loss, reference.info_nce, {}),
 }
 
 
 def batch(name, counts, rank=None, dtype=torch.float64, width=WIDTH):
-    """The arguments of a loss: of one rank, or joined; leaves, so that each has a gradient."""
+    """The arguments of a loss as leaf tensors: of one rank, or joined."""
     which = range(len(counts)) if rank is None else [rank]
 
     def joined(seed, sizes):
@@ -37,13 +37,8 @@ def batch(name, counts, rank=None, dtype=torch.float64, width=WIDTH):
     return [*features, *numbers]
 
 
-def own_part(x, counts, rank):
-    """What of a joined tensor belongs to a rank."""
-    return x if x.dim() == 0 else x.split(list(counts))[rank]
-
-
 def saturated(counts, dtype, width=32):
-    """Images and texts of all ranks that know each other well: far apart from all others."""
+    """Images and texts of all ranks: each pair close together, far from all others."""
     image = normalize(random((sum(counts), width), 400), dim=1)
     text = normalize(image + normalize(random((sum(counts), width), 401), dim=1) / 10, dim=1)
     return image.to(dtype), text.to(dtype)
@@ -73,6 +68,6 @@ def _siglip(image, text, scale, bias):
 # The formulas of the reference lose a tiny loss to rounding even in float64; these keep it.
 SATURATED = {
     "clip": (clip_loss, _clip, (40.0,)),
-    "info_nce": (info_nce, _info_nce, (40.0,)),
+    "info_nce": (info_nce_loss, _info_nce, (40.0,)),
     "siglip": (siglip_loss, _siglip, (60.0, -40.0)),
 }

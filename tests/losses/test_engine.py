@@ -5,9 +5,8 @@ import torch
 
 import allgrad as ag
 from allgrad.errors import ModeError
-from allgrad.losses import _key_blocks as blocks
-from allgrad.losses import clip_loss, info_nce, siglip_loss
-from allgrad.losses._tiles import torch as tiles
+from allgrad.losses import _key_blocks, clip_loss, info_nce_loss, siglip_loss
+from allgrad.losses._tiles import torch as torch_tiles
 from counting import Counted
 from exactness import place
 from losses.pairs import LOSSES, NEGATIVES, PAIRS, SATURATED, batch, saturated
@@ -16,7 +15,7 @@ from places import on
 TIGHT = {"rtol": 1e-10, "atol": 1e-14}
 
 
-def check(group, name, kind, grads="mean", tile=None, **more):
+def check(group, name, kind, grad_reduction="mean", tile=None, **more):
     loss, formula, options = LOSSES[name]
     rank, world = place(group)
     counts = PAIRS[kind][:world]
@@ -25,18 +24,18 @@ def check(group, name, kind, grads="mean", tile=None, **more):
     want.backward()
 
     given = batch(name, counts, rank)
-    usual, tiles.TILE = tiles.TILE, tile or tiles.TILE
-    got = loss(*given, group=group, grads=grads, **options, **more)
-    torch.testing.assert_close(got, want, **TIGHT)
-    got.backward()
-    tiles.TILE = usual
-    factor = world if grads == "mean" else 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_tiles, "CPU_TILE", tile or torch_tiles.CPU_TILE)
+        got = loss(*given, group=group, grad_reduction=grad_reduction, **options, **more)
+        torch.testing.assert_close(got, want, **TIGHT)
+        got.backward()
+    factor = world if grad_reduction == "mean" else 1
     for number, (x, whole) in enumerate(zip(given, wanted, strict=True)):
         if x.dim():
             sizes = NEGATIVES[:world] if number == 3 else counts
             want = factor * whole.grad.split(list(sizes))[rank]
             torch.testing.assert_close(x.grad, want, **TIGHT)
-        else:  # each rank has its part of the scale's; the wrapper adds them up
+        else:  # each rank has its part of the gradient; a wrapper such as DDP adds them up
             total = ag.all_reduce(x.grad, group=group) / factor
             torch.testing.assert_close(total, whole.grad, **TIGHT)
 
@@ -56,7 +55,7 @@ def test_loss_of_all_pairs_and_its_gradient(where):
 def test_ragged_and_empty_batches(rank, world, kind):
     for name in LOSSES:
         check(None, name, kind)
-        check(None, name, kind, grads="sum")
+        check(None, name, kind, grad_reduction="sum")
 
 
 @pytest.mark.parametrize("kind", ["ragged", "empty"])
@@ -69,11 +68,11 @@ def test_ring_is_the_same(rank, world, kind):
 @pytest.mark.ranks(3)
 def test_ring_is_chosen_when_the_budget_is_small(rank, world):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "Gathered", None)  # whoever gathers fails
+        patch.setattr(_key_blocks, "GatheredKeys", None)  # gathering would fail
         for name in LOSSES:
             check(None, name, "ragged", budget=100)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "Ring", None)
+        patch.setattr(_key_blocks, "RingKeys", None)
         for name in LOSSES:
             check(None, name, "ragged")
 
@@ -96,7 +95,7 @@ def test_sizes_given_spare_a_message(rank, world):
             with Counted() as calls:
                 loss(*batch(name, PAIRS["equal"][:world], rank), sizes=sizes, **options)
             messages.append(len(calls))
-        spared = 0 if loss is info_nce else 1  # how many negatives there are must be told
+        spared = 0 if loss is info_nce_loss else 1  # the numbers of negatives are still exchanged
         assert [messages[0] - n for n in messages] == [0, spared, spared], name
 
 
@@ -151,13 +150,58 @@ def test_no_graph_without_grad_mode(rank, world):
         torch.testing.assert_close(got, formula(*batch(name, counts), **options).detach(), **TIGHT)
 
 
+# Ways to ask for the gradient of the loss plus a penalty on its gradient. Autograd prunes the nodes
+# that do not lead to the tensors asked for, and a pruned refusal would be silent.
+ASK = {
+    "grad": torch.autograd.grad,
+    "backward": lambda total, _: total.backward(),
+    "backward of inputs": lambda total, w: total.backward(inputs=[w]),
+}
+
+
+@pytest.mark.parametrize("ask", ASK)
 @pytest.mark.ranks(2)
-def test_second_derivative_is_refused(rank, world):
+def test_second_derivative_is_refused(rank, world, ask):
+    for name, (loss, _, options) in LOSSES.items():
+        for number, x in enumerate(batch(name, PAIRS["ragged"][:world], rank)):
+            given = batch(name, PAIRS["ragged"][:world], rank)
+            w = torch.ones((), dtype=torch.float64, requires_grad=True)  # upstream of one input
+            given[number] = x.detach() * w
+            value = loss(*given, **options)
+            (first,) = torch.autograd.grad(value, w, create_graph=True)
+            with pytest.raises(ModeError, match=f"{loss.__name__}: .*first derivative only"):
+                ASK[ask](value + first.square(), w)
+
+
+@pytest.mark.ranks(2)
+def test_second_derivative_by_another_input_is_refused(rank, world):
+    """The gradient by the keys depends on the queries, the scale, and what multiplies the loss."""
     for name, (loss, _, options) in LOSSES.items():
         given = batch(name, PAIRS["ragged"][:world], rank)
-        (first,) = torch.autograd.grad(loss(*given, **options), given[0], create_graph=True)
-        with pytest.raises(ModeError, match="first derivative only"):
-            (first.square().sum() + given[0].sum()).backward()
+        factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+        value = factor * loss(*given, **options)
+        (by_key,) = torch.autograd.grad(value, given[1], create_graph=True)
+        for x in (factor, *given):
+            with pytest.raises(ModeError, match="first derivative only"):
+                torch.autograd.grad(by_key.square().sum(), x, retain_graph=True)
+
+
+@pytest.mark.ranks(2)
+def test_first_derivative_with_a_graph_is_the_same(rank, world):
+    for name, (loss, _, options) in LOSSES.items():
+        given = batch(name, PAIRS["ragged"][:world], rank)
+        plain = torch.autograd.grad(loss(*given, **options), given)
+        with_graph = torch.autograd.grad(loss(*given, **options), given, create_graph=True)
+        for x, y in zip(plain, with_graph, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.ranks(2)
+def test_backward_of_a_loss_of_frozen_towers(rank, world):
+    for name, (loss, _, options) in LOSSES.items():
+        given = [x.detach() for x in batch(name, PAIRS["ragged"][:world], rank)]
+        loss(*given, **options).backward()
+        assert all(x.grad is None for x in given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -184,9 +228,9 @@ def test_sums_of_narrow_features_are_kept_in_float32(rank, world, dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.ranks(1, 3)
 def test_tiny_loss_of_saturated_scores_keeps_its_digits(rank, world, dtype):
-    """And so do its gradients, which hang on the same differences at the pairs."""
+    """The gradients too, which depend on the same differences at the pairs."""
     counts = (7, 2, 4)[:world]
-    lift = 2.0**30  # as the scale of a loss does, against float16's smallest number
+    lift = 2.0**30  # a loss scale, against underflow in float16
     for loss, formula, numbers in SATURATED.values():
         joined = saturated(counts, dtype)
         wanted = [x.double().requires_grad_() for x in (*joined, *map(torch.tensor, numbers))]
@@ -199,7 +243,7 @@ def test_tiny_loss_of_saturated_scores_keeps_its_digits(rank, world, dtype):
         for ring in (False, True):
             for x in given:
                 x.grad = None
-            got = loss(*given, grads="sum", ring=ring)
+            got = loss(*given, grad_reduction="sum", ring=ring)
             near = 1e-10 if dtype == torch.float64 else 2e-5
             torch.testing.assert_close(got.double(), want, rtol=near, atol=0)
             (lift * got).backward()
@@ -213,7 +257,7 @@ def test_tiny_loss_of_saturated_scores_keeps_its_digits(rank, world, dtype):
 def test_scores_far_apart_overflow_nothing():
     image = torch.tensor([[1000.0], [-1000.0]], requires_grad=True)
     text = torch.tensor([[1000.0], [-900.0]], requires_grad=True)
-    for loss in (clip_loss, info_nce, siglip_loss):
+    for loss in (clip_loss, info_nce_loss, siglip_loss):
         value = loss(image, text, 1.0)
         value.backward()
         assert value.item() == 0

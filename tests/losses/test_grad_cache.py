@@ -1,4 +1,4 @@
-"""cached_step against the one big batch, with dropout replayed and one synchronisation."""
+"""grad_cache_step against the one big batch, with dropout replayed and one synchronisation."""
 
 import pytest
 import torch
@@ -10,14 +10,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import allgrad as ag
 from allgrad.errors import InputError
-from allgrad.losses import ClipLoss, cached_step, clip_loss, reference
+from allgrad.losses import ClipLoss, clip_loss, grad_cache_step, reference
 from exactness import random
 
 NEAR = {"rtol": 1e-10, "atol": 1e-13}
 
 
 class Towers(nn.Module):
-    """Two encoders and a learned scale, which it gives along, as CLIP models do."""
+    """Two encoders and a learned scale, which forward returns too, as CLIP models do."""
 
     def __init__(self, dropout=0.0, named=False):
         super().__init__()
@@ -75,7 +75,7 @@ def test_equals_the_one_big_batch_under_ddp(rank, world):
     wrapped.register_comm_hook(None, count)
     for step in range(2):
         model.zero_grad()
-        got = cached_step(wrapped, pairs(COUNTS[rank], rank), clip_loss)
+        got = grad_cache_step(wrapped, pairs(COUNTS[rank], rank), clip_loss)
         assert not got.requires_grad
         torch.testing.assert_close(got, want.detach(), **NEAR)
         same_gradients(model, alone)
@@ -95,7 +95,7 @@ def test_dropout_is_replayed_and_random_numbers_are_drawn_once():
 
     model = Towers(dropout=0.5)
     torch.manual_seed(5)
-    cached_step(model, batches, clip_loss)
+    grad_cache_step(model, batches, clip_loss)
     same_gradients(model, plain)
     assert torch.equal(torch.rand(3), after)
 
@@ -103,7 +103,7 @@ def test_dropout_is_replayed_and_random_numbers_are_drawn_once():
 def test_backward_may_scale_the_loss():
     plain, model = Towers(), Towers()
     (8 * clip_loss(*plain(joined(pairs((4, 3), 0))))).backward()
-    cached_step(model, pairs((4, 3), 0), clip_loss, backward=lambda loss: (8 * loss).backward())
+    grad_cache_step(model, pairs((4, 3), 0), clip_loss, backward=lambda loss: (8 * loss).backward())
     same_gradients(model, plain)
 
 
@@ -120,16 +120,51 @@ def test_an_encoder_of_one_tensor_and_a_scale_of_the_loss():
     want = [p.grad.clone() for p in (*encoder.parameters(), scale)]
     encoder.zero_grad()
     scale.grad = None
-    cached_step(encoder, x.split(3), loss)
+    grad_cache_step(encoder, x.split(3), loss)
     for p, q in zip((*encoder.parameters(), scale), want, strict=True):
         torch.testing.assert_close(p.grad, q, **NEAR)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+@pytest.mark.parametrize("counts", [(3, 2), (1, 4), (2, 1, 0), (1,)])
+def test_scale_of_one_element_is_not_joined(shape, counts):
+    class Shaped(Towers):
+        def forward(self, pair):
+            image, text, scale = super().forward(pair)
+            return image, text, scale.reshape(shape)
+
+    plain, model = Towers(), Shaped()
+    want = clip_loss(*plain(joined(pairs(counts, 0))))
+    want.backward()
+    got = grad_cache_step(model, pairs(counts, 0), clip_loss)
+    torch.testing.assert_close(got, want.detach(), **NEAR)
+    same_gradients(model, plain)
+
+
+def test_values_of_single_rows_are_joined():
+    """Shape (1,) in every micro-batch, but a value of each row: the embeddings have one row too."""
+    encoder = nn.Linear(5, 4).double()
+    x = random((3, 5), 1)
+
+    def encode(batch):
+        return encoder(batch), batch[:, 0]
+
+    def loss(embedding, value):
+        assert value.shape == (3,)
+        return (embedding.sum(1) * value).sum()
+
+    loss(*encode(x)).backward()
+    want = encoder.weight.grad.clone()
+    encoder.zero_grad()
+    grad_cache_step(encode, x.split(1), loss)
+    torch.testing.assert_close(encoder.weight.grad, want, **NEAR)
 
 
 def test_weights_have_gradients_under_autocast():
     encoder = nn.Linear(5, 4)
     x = torch.randn(6, 5)
     with torch.autocast("cpu", torch.bfloat16):
-        cached_step(encoder, x.split(2), lambda q: q.float().square().sum())
+        grad_cache_step(encoder, x.split(2), lambda q: q.float().square().sum())
     assert encoder.weight.grad.abs().sum() > 0
 
 
@@ -137,15 +172,15 @@ def test_weights_have_gradients_under_autocast():
 def test_rank_without_a_micro_batch_raises_on_all(rank, world):
     model = Towers()
     with pytest.raises(InputError, match="rank 1: 0 micro-batches   <- no micro-batch") as raised:
-        cached_step(model, pairs(((2, 1), (), (3,))[rank], rank), clip_loss)
+        grad_cache_step(model, pairs(((2, 1), (), (3,))[rank], rank), clip_loss)
     assert "rank 0: 2 micro-batches\n" in str(raised.value)
     assert all(p.grad is None for p in model.parameters())
-    cached_step(model, pairs(COUNTS[rank], rank), clip_loss)  # the group goes on
+    grad_cache_step(model, pairs(COUNTS[rank], rank), clip_loss)  # the group is still usable
     assert model.log_scale.grad is not None
 
 
 @pytest.mark.ranks(3)
-def test_ranks_outside_the_group_are_not_asked(rank, world):
+def test_ranks_outside_the_group_take_no_part(rank, world):
     group = dist.new_group([0, 2])
     if rank == 1:
         return
@@ -153,8 +188,8 @@ def test_ranks_outside_the_group_are_not_asked(rank, world):
     alone, model = Towers(), Towers()
     counts = ((2, 1), (3,))
     reference.clip(*alone(joined([b for r in range(2) for b in pairs(counts[r], r)]))).backward()
-    loss = ClipLoss(group=group, grads="sum")
-    cached_step(model, pairs(counts[member], member), loss, group=group)
+    loss = ClipLoss(group=group, grad_reduction="sum")
+    grad_cache_step(model, pairs(counts[member], member), loss, group=group)
     for p in model.parameters():
         p.grad = ag.all_reduce(p.grad, group=group)
     same_gradients(model, alone)
@@ -162,4 +197,4 @@ def test_ranks_outside_the_group_are_not_asked(rank, world):
 
 def test_no_micro_batch_is_refused():
     with pytest.raises(InputError, match="no micro-batch"):
-        cached_step(nn.Identity(), [], clip_loss)
+        grad_cache_step(nn.Identity(), [], clip_loss)

@@ -1,4 +1,4 @@
-"""The ring: a block is on its way while the one before it is computed with."""
+"""The ring: the transfer of a block overlaps with the computation on the block before it."""
 
 import threading
 
@@ -10,31 +10,33 @@ from allgrad.losses import clip_loss, reference
 from allgrad.losses._tiles.torch import Tiles
 from losses.pairs import PAIRS, batch
 
-PATIENCE = 20
+TIMEOUT = 20
 
 
-class Meetings:
-    """Lets no message and no computation end before the other has begun, where they should meet.
+class Overlap:
+    """Requires overlap: a message may end only after a computation has begun, and the reverse.
 
-    ``schedule`` says for each computation, in order, the numbers of the messages that it meets.
-    Taking turns, in whichever order, one of them would wait for the other in vain.
+    ``schedule`` lists for each computation, in order, the numbers of the messages that must overlap
+    with it. If they ran one after the other, in either order, the first would time out.
     """
 
     def __init__(self, monkeypatch, schedule):
         self.schedule = list(schedule)
-        met = [number for numbers in self.schedule for number in numbers]
-        self.begun = {number: threading.Event() for number in met}
-        self.released = {number: threading.Event() for number in met}
+        scheduled = [number for numbers in self.schedule for number in numbers]
+        self.begun = {number: threading.Event() for number in scheduled}
+        self.released = {number: threading.Event() for number in scheduled}
         self.messages = self.computations = 0
-        move = wire.all_to_all
+        real = wire.all_to_all
 
         def message(*args, **options):
             number = self.messages
             self.messages += 1
             if number in self.begun:
                 self.begun[number].set()
-                assert self.released[number].wait(PATIENCE), f"message {number} met nobody"
-            return move(*args, **options)
+                assert self.released[number].wait(TIMEOUT), (
+                    f"message {number} overlaps with no computation"
+                )
+            return real(*args, **options)
 
         monkeypatch.setattr(wire, "all_to_all", message)
         for name in ("lse", "add_gradients"):
@@ -43,7 +45,7 @@ class Meetings:
     def computing(self, real):
         def compute(*args, **options):
             for number in self.schedule[self.computations]:
-                assert self.begun[number].wait(PATIENCE), f"message {number} was not under way"
+                assert self.begun[number].wait(TIMEOUT), f"message {number} had not begun"
                 self.released[number].set()
             self.computations += 1
             return real(*args, **options)
@@ -60,15 +62,15 @@ def test_next_block_is_under_way_while_this_one_is_computed(rank, world):
     given = batch("clip", counts, rank)
 
     with pytest.MonkeyPatch.context() as patch:
-        forward = Meetings(patch, [(0,), (1,), ()])
+        forward = Overlap(patch, [(0,), (1,), ()])
         got = clip_loss(*given, ring=True)
     assert forward.computations == world
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-14)
 
-    # Keys of the next block, then sums of the last one and keys of the next, and so on; the sums
-    # that are complete go home alone.
+    # In order: the keys of block 1, the sums of block 0 and the keys of block 2, the sums of block 1.
+    # The last message, the complete sums, overlaps with nothing.
     with pytest.MonkeyPatch.context() as patch:
-        backward = Meetings(patch, [(0,), (1, 2), (3,)])
+        backward = Overlap(patch, [(0,), (1, 2), (3,)])
         got.backward()
     assert (backward.computations, backward.messages) == (world, 5)
     for x, whole in zip(given[:2], wanted[:2], strict=True):

@@ -1,8 +1,8 @@
-"""The modules: the same losses, called as open_clip calls its own."""
+"""The modules give the same losses, with the call signatures of open_clip."""
 
 import torch
 
-from allgrad.losses import ClipLoss, InfoNCE, SigLipLoss, clip_loss, info_nce, siglip_loss
+from allgrad.losses import ClipLoss, InfoNCELoss, SigLipLoss, clip_loss, info_nce_loss, siglip_loss
 from losses.pairs import batch
 
 
@@ -39,8 +39,8 @@ def test_siglip_takes_open_clip_calls():
 def test_info_nce_takes_negatives_for_each_query():
     query, key, scale, negatives = batch("info_nce, negatives", (5, 1, 2, 1))
     by_query = negatives[:6].reshape(3, 2, -1)
-    got = InfoNCE()(query, key, scale, by_query)
-    assert torch.equal(got, info_nce(query, key, scale, negatives[:6]))
+    got = InfoNCELoss()(query, key, scale, by_query)
+    assert torch.equal(got, info_nce_loss(query, key, scale, negatives[:6]))
 
 
 def test_modules_compile_around_the_loss():

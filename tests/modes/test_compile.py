@@ -15,7 +15,7 @@ from torch import func
 from torch._dynamo.backends.common import aot_autograd
 
 import allgrad as ag
-from allgrad._wire import graph_ops as graph_wire
+from allgrad._autograd.graph_ops import RULES_VERSION
 from calls import CALLS, ON_THREE_RANKS, Place
 from differentiation import Through
 from exactness import leaf, random, same
@@ -154,7 +154,8 @@ def captured(fn, *inputs):
     graphs = []
 
     def keep(graph, _):
-        graphs.append({str(node.target) for node in graph.graph.nodes})
+        calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+        graphs.append([str(n.args[1] if "effects" in str(n.target) else n.target) for n in calls])
         return graph.forward
 
     compiled(fn, aot_autograd(fw_compiler=keep))(*inputs).sum().backward()
@@ -162,29 +163,20 @@ def captured(fn, *inputs):
 
 
 @pytest.mark.ranks(2, 3)
-def test_graphs_hold_functional_collectives(rank):
-    """What Inductor knows how to schedule, and nothing of ours."""
+def test_graphs_hold_one_op_for_a_call(rank):
+    """Forward and backward, in order; and one more where sizes are found out."""
     x = leaf(random((2, 2), rank))
+    run, exchange = (f"allgrad_{RULES_VERSION}.{name}.default" for name in ("run", "exchange"))
     expected = {
-        "all_reduce": (ag.all_reduce, "all_reduce", "all_reduce"),
-        "all_gather": (
-            lambda x: ag.all_gather(x, sizes="equal"),
-            "all_gather_into_tensor",
-            "reduce_scatter_tensor",
-        ),
-        "broadcast": (ag.broadcast, "broadcast", "all_reduce"),
-        "shift": (
-            lambda x: ag.shift(x, sizes="equal"),
-            "all_to_all_single",
-            "all_to_all_single",
-        ),
+        ag.all_reduce: [run],
+        ag.all_gather: [exchange, run],
+        ag.shift: [exchange, run],
+        ag.broadcast: [run],
     }
-    for name, (call, forward, backward) in expected.items():
-        graphs = captured(lambda x, call=call: call(x.sin()), x)
-        assert len(graphs) == 2, name
-        for ops, op in zip(graphs, (forward, backward), strict=True):
-            assert f"_c10d_functional.{op}.default" in ops, name
-            assert not any("allgrad" in op for op in ops), name
+    for call, ops in expected.items():
+        forward, backward = captured(lambda x, call=call: call(x.sin()), x)
+        assert [op for op in forward if "allgrad" in op] == ops
+        assert [op for op in backward if "allgrad" in op] == [run]
 
 
 @pytest.mark.ranks(2, 3)
@@ -261,12 +253,24 @@ def test_rank_that_sends_or_gets_nothing_takes_part(rank, world):
         check_as_eager(slope, x)
 
 
-@pytest.mark.ranks(2)
-def test_sizes_cannot_be_found_out_in_a_graph(rank):
-    x = torch.ones(2, 2)
-    for call in (ag.all_gather, ag.gather, ag.shift, ag.all_to_all, ag.sizes, ag.scatter):
-        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"ModeError.*(Give|Call)"):
-            compiled(call)(x if call is not ag.scatter or rank == 0 else x[:0])
+FINDING_SIZES = ("all_gather", "all_gather, same", "all_to_all", "gather", "permute", "shift")
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", FINDING_SIZES)
+def test_sizes_are_found_out_in_a_graph(rank, world, name):
+    case = Through(CALLS[name], Place(rank, world))
+    check_as_eager(case.function, case.values[case.mine])
+
+
+@pytest.mark.ranks(2, 3)
+def test_sizes_themselves_in_a_graph(rank, world):
+    def run(x):
+        sizes = ag.gather_sizes(x)
+        whole = ag.reduce_scatter(ag.all_gather(x).sin(), sizes=sizes)
+        return whole * sizes[0] + ag.scatter(x if rank == 1 else x[:0], 1).sum()
+
+    check_as_eager(run, random((SIZES[rank], 2), rank))
 
 
 @pytest.mark.ranks(2)
@@ -327,27 +331,3 @@ def test_complex_numbers_in_a_graph(rank):
         return torch.view_as_real(y * y.conj() * 1j + y)
 
     check_as_eager(run, random(((2, 1)[rank], 2), rank))
-
-
-@pytest.mark.ranks(2)
-def test_gathers_by_copies_where_the_functional_op_crashes(rank, monkeypatch):
-    """As on a GPU's tensors over Gloo: forward, counted once, and as a gradient."""
-    monkeypatch.setattr(graph_wire, "_gather_crashes", lambda *_: True)
-    ops = []
-
-    def keep(graph, _):
-        ops.extend(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
-
-    def run(x):
-        y = ag.all_gather(x, sizes="equal") + ag.all_gather(x.cos(), sizes="equal", grad="same")
-        return ag.reduce_scatter(y.sin(), sizes="equal")
-
-    x, y = (leaf(random((2, 3), rank)) for _ in range(2))
-    got, want = compiled(run, aot_autograd(fw_compiler=keep))(x), run(y)
-    same(got.detach(), want.detach(), "the value")
-    got.square().sum().backward()
-    want.square().sum().backward()
-    same(x.grad, y.grad, "the gradient")
-    assert sum("all_to_all_single" in op for op in ops) == 3
-    assert not any("all_gather" in op for op in ops)

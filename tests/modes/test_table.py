@@ -1,13 +1,12 @@
 """Every mode through every kind of collective, eager and compiled: exact, or an error of ours.
 
-``outcomes.json`` has the outcome of each combination, docs/modes.md shows them. The suite runs a part
-of the combinations and compares; ``ALLGRAD_ALL=1`` runs all of them, on 2 and on 3 ranks, and
-``ALLGRAD_WRITE_DOCS=1`` writes both files as well.
+benchmarks/results/modes.json has the outcome of each combination, docs/modes.md shows them. The suite
+runs a part of the combinations and compares; ``ALLGRAD_ALL=1`` runs all of them, on 2 and on 3
+ranks, and ``ALLGRAD_STORE_RESULTS=1`` stores their outcomes; then ``make docs`` writes the page.
 """
 
-import json
 import os
-import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -19,20 +18,7 @@ from calls import CALLS, EVERYTHING, KINDS, Place
 from differentiation import MODES, RANK, WANTED, Through
 from exactness import same
 
-HERE = Path(__file__).parent
-OUTCOMES = HERE / "outcomes.json"
-PAGE = HERE.parent.parent / "docs" / "modes.md"
-WRITE = bool(os.environ.get("ALLGRAD_WRITE_DOCS"))
-
-GROUPS = {
-    "autograd": ("backward",),
-    "grad, vjp, functional_call": ("grad", "vjp", "functional_call"),
-    "jvp, dual numbers": ("jvp", "dual numbers"),
-    "jacrev, jacfwd, hessian": ("jacrev", "jacfwd", "hessian", "jacrev(jacfwd)"),
-    "grad(grad), grad(jvp), jvp(grad)": ("grad(grad)", "grad(jvp)", "jvp(grad)"),
-    "vmap": ("vmap", "vmap, in_dims=1", "vmap, in_dims=-1", "vmap(vmap)"),
-    "vmap and derivatives": ("vmap(grad)", "vmap(jvp)", "jvp(vmap)", "grad(vmap)"),
-}
+GENERATOR = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate.py"))
 # In the suite: another mode for every other kind, for a compiled derivative costs a second or more.
 SOME = KINDS if EVERYTHING else KINDS[::2]
 
@@ -42,9 +28,9 @@ def combinations(name):
     return MODES if EVERYTHING else [MODES[4 * KINDS.index(name) % len(MODES)]]
 
 
-def outcome(case, mode, way):
+def outcome(case, mode, run_as):
     data = case.data()
-    if way == "eager":
+    if run_as == "eager":
         run = RANK[mode]
     elif mode == "backward":
 
@@ -66,7 +52,7 @@ def outcome(case, mode, way):
         if "ModeError" not in f"{type(error).__name__} {error}":
             raise
         return "refused"
-    same(got.detach(), WANTED[mode](case), f"{mode}, {way}")
+    same(got.detach(), WANTED[mode](case), f"{mode}, {run_as}")
     return "exact"
 
 
@@ -84,41 +70,13 @@ def test_every_mode_is_exact_or_refused(name):
     for world in (2, 3) if EVERYTHING else (2,):
         by_rank += run_ranks(outcomes, world, name, eager, combinations(name), timeout=580)
     assert all(found == by_rank[0] for found in by_rank)
-    known = json.loads(OUTCOMES.read_text()) if OUTCOMES.exists() else {}
-    if WRITE:
+    known = GENERATOR["load"]("modes")
+    if os.environ.get("ALLGRAD_STORE_RESULTS"):
         known[name] = by_rank[0]
-        OUTCOMES.write_text(json.dumps(known, indent=1) + "\n")
+        GENERATOR["store"]("modes", known)
     assert by_rank[0].items() <= known[name].items()
 
 
-def table(known):
-    """The outcomes as a table: a row for each kind, a column for each group of modes."""
-    lines = ["| | " + " | ".join(GROUPS) + " |", "|---" * (1 + len(GROUPS)) + "|"]
-    for name in KINDS:
-        cells = [cell(known[name], modes) for modes in GROUPS.values()]
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def cell(found, modes):
-    ways = []
-    for way in ("eager", "compiled"):
-        refused = [mode for mode in modes if found[f"{mode} {way}"] != "exact"]
-        ways.append(f"not {', '.join(refused)}" if refused else "exact")
-    return ways[0] if ways[0] == ways[1] else f"{ways[0]}; compiled: {ways[1]}"
-
-
-def test_the_page_shows_the_outcomes():
-    """Generated: the table in docs/modes.md is what the combinations gave."""
-    known = json.loads(OUTCOMES.read_text())
-    assert set(known) == set(KINDS)
-    shown = re.compile(r"(?<=<!-- outcomes -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
-    page = PAGE.read_text()
-    assert shown.search(page), "docs/modes.md has no place for the table"
-    if WRITE:
-        PAGE.write_text(shown.sub(lambda _: table(known), page))
-    assert shown.search(PAGE.read_text())[0] == table(known)
-
-
-def test_every_mode_is_in_a_column():
-    assert sorted(MODES) == sorted(mode for modes in GROUPS.values() for mode in modes)
+def test_every_kind_and_every_mode_is_in_the_table():
+    assert list(GENERATOR["load"]("modes")) == list(KINDS)
+    assert sorted(MODES) == sorted(mode for modes in GENERATOR["MODES"].values() for mode in modes)

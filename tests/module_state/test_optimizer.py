@@ -71,7 +71,7 @@ def test_differences_are_named_as_state_dict_is_indexed(rank):
 
 
 @pytest.mark.ranks(3)
-def test_none_numbers_and_texts_travel_exactly(rank):
+def test_none_numbers_and_strings_are_sent_exactly(rank):
     _, optimizer = trained(0, torch.optim.SGD)
     values = [None, True, 10**30, 0.1, float("inf"), "ä\udc80"]
     group = optimizer.param_groups[0]

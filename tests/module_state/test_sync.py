@@ -116,7 +116,7 @@ def test_autograd_sees_what_was_written(rank, count):
 
 
 @pytest.mark.ranks(3)
-def test_buckets_under_way_share_no_memory(rank):
+def test_pending_buckets_share_no_memory(rank):
     state = {f"{i:03}": torch.full((100 + i,), float(rank * 1000 + i)) for i in range(64)}
     with pytest.MonkeyPatch.context() as patch:
         calls = counted(patch)
@@ -142,7 +142,7 @@ def test_one_broadcast_for_each_bucket(rank):
 
 
 @pytest.mark.ranks(3)
-def test_large_tensor_travels_alone_and_uncopied(rank):
+def test_large_tensor_is_sent_alone_and_uncopied(rank):
     with pytest.MonkeyPatch.context() as patch:
         calls = counted(patch)
         module = nn.ParameterList([torch.full((300,), float(rank)), torch.full((2,), float(rank))])
@@ -162,8 +162,8 @@ def test_mixed_dtypes_leave_no_gaps(rank):
 
 
 @pytest.mark.ranks(3)
-def test_ten_thousand_tensors(rank):
-    module = nn.ParameterList(torch.full((i % 3,), rank + i / 4) for i in range(10_000))
+def test_two_thousand_tensors(rank):
+    module = nn.ParameterList(torch.full((i % 3,), rank + i / 4) for i in range(2000))
     sync(module, 1)
     assert all(p.eq(1 + i / 4).all() for i, p in enumerate(module))
 
@@ -284,14 +284,14 @@ def test_other_arguments_raise_on_all(rank):
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("bad", [0, -1, "8", None, True, float("nan"), float("inf")])
-def test_bucket_of_no_size(bad):
+def test_bucket_size_must_be_a_size(bad):
     raises_everywhere(InputError, lambda: sync(nn.Linear(1, 1), bucket_mb=bad), "is not a size")
 
 
 @pytest.mark.ranks(1, 3)
-def test_state_that_is_none(world):
-    raises_everywhere(InputError, lambda: sync([torch.zeros(1)]), "list is no state")
-    raises_everywhere(InputError, lambda: sync({1: torch.zeros(1)}), "names for keys")
+def test_what_is_not_a_state_is_refused(world):
+    raises_everywhere(InputError, lambda: sync([torch.zeros(1)]), "list is not a state")
+    raises_everywhere(InputError, lambda: sync({1: torch.zeros(1)}), "keys of a dict of tensors")
     raises_everywhere(InputError, lambda: sync(nn.Linear(1, 1), ignore="bias"), "['bias']")
     raises_everywhere(
         InputError, lambda: sync(nn.Linear(1, 1), ignore=["bais"]), "ignore names nothing", "bais"

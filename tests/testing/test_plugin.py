@@ -242,7 +242,7 @@ def test_none(): pass
 """,
     )
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*name one or more world sizes*"])
+    result.stdout.fnmatch_lines(["*give one or more numbers of ranks*"])
     result = run(
         pytester,
         """

@@ -67,6 +67,15 @@ def test_worlds_share_processes_and_may_alternate() -> None:
         assert run_ranks(os.getpid, world) == pids[:world]
 
 
+def test_default_group_of_torch_functions_is_the_current_world() -> None:
+    def pieces() -> int:
+        from torch.distributed.nn import functional
+
+        return len(functional.gather(torch.ones(1)))  # without a group
+
+    assert [run_ranks(pieces, world, timeout=30) for world in (2, 3)] == [[2, 2], [3, 3, 3]]
+
+
 def test_the_caller_has_no_process_group() -> None:
     run_ranks(who, 2)
     assert not dist.is_initialized()
@@ -256,10 +265,10 @@ def test_dead_ranks_are_named_and_replaced() -> None:
     with pytest.raises(RankFailed, match=r"^rank [12] of 3 failed:\nthe process was") as caught:
         run_ranks(body, 3)
     failures = caught.value.failures
-    assert failures[0].line.startswith("rank 0: released (")
+    assert failures[0].one_line.startswith("rank 0: released (")
     assert failures[1].summary == "the process was killed by SIGSEGV"
     assert "in string_at" in failures[1].details
-    assert failures[2].line == "rank 2: the process was killed by SIGKILL"
+    assert failures[2].one_line == "rank 2: the process was killed by SIGKILL"
     after = run_ranks(os.getpid, 3)
     assert after[0] == pids[0]
     assert {*after[1:]}.isdisjoint(pids)

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import wraps
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-__all__ = ["AdjointPair", "Map"]
+__all__ = ["HANDSHAKE", "MAKERS", "AdjointPair", "Ends", "Made", "Map", "makes_pair"]
 
 Map: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+Ends: TypeAlias = tuple[Sequence[int], Sequence[int]]
+
+
+class Made(NamedTuple):
+    """How a pair was made: ``MAKERS[maker]`` makes it again from the call and the arguments.
+
+    A compiled graph keeps this instead of the pair.
+    """
+
+    maker: str
+    call: Any
+    args: tuple[Any, ...]
+    flipped: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -24,25 +38,59 @@ class AdjointPair:
     Both take tensors of one dtype and give as many, on every rank; they travel together. Inputs
     are left as they were. Dimensions are named from the front, so that a batch dimension may be
     appended at the end.
-
-    A compiler differentiates the ops that a map is made of. Where those are not each other's
-    adjoints, as with ``grad="same"``, ``traced`` has the two maps made of ops that are.
     """
 
     name: str
     adjoint_name: str
     forward: Map
     backward: Map
-    traced: tuple[Map, Map] | None = None
+    made: Made | None = None
     _adjoint: AdjointPair | None = field(default=None, init=False, repr=False)
 
     @property
     def adjoint(self) -> AdjointPair:
         """The same pair from the other side, made once."""
         if self._adjoint is None:
-            traced = None if self.traced is None else (self.traced[1], self.traced[0])
+            made = self.made
+            if made is not None:
+                made = Made(made.maker, made.call, made.args, not made.flipped)
             # This one is not the other's: a cycle would keep both from ending.
             self._adjoint = AdjointPair(
-                self.adjoint_name, self.name, self.backward, self.forward, traced
+                self.adjoint_name, self.name, self.backward, self.forward, made
             )
         return self._adjoint
+
+
+class Maker(NamedTuple):
+    """A function that makes pairs, and what it says of the tensors at both ends."""
+
+    make: Callable[..., AdjointPair]
+    ends: Callable[..., Ends] | None
+
+
+# What ops in a graph call: those who make pairs, and the one who makes a size exchange.
+MAKERS: dict[str, Maker] = {}
+HANDSHAKE: list[Callable[..., Sequence[int]]] = []
+
+
+def makes_pair(
+    name: str, ends: Callable[..., Ends] | None = None
+) -> Callable[[Callable[..., AdjointPair]], Callable[..., AdjointPair]]:
+    """Mark a function that makes a pair from a call, Partitions and then whole numbers.
+
+    ``ends(call, *args)`` gives the lengths of the tensors along their cut dims, before and after
+    the map; without it a map keeps shapes. Nothing else is needed to trace a call.
+    """
+
+    def register(make: Callable[..., AdjointPair]) -> Callable[..., AdjointPair]:
+        MAKERS[name] = Maker(make, ends)
+
+        @wraps(make)
+        def made(call: Any, *args: Any) -> AdjointPair:
+            pair = make(call, *args)
+            pair.made = Made(name, call, args)
+            return pair
+
+        return made
+
+    return register

@@ -6,7 +6,7 @@
 | autograd | an autograd.Function with a backward |
 | torch.func, dual numbers, nested as you like | one with every rule |
 | the same under ``grad="none"`` | one without derivative |
-| torch.compile | the pair's map, whose ops (graph_ops) have every rule of their own |
+| torch.compile, fake and meta tensors | an op that runs the pair's map (graph_ops), with every rule |
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from allgrad._core.torch_internals import (
     dual_level,
     functorch_active,
     inside_jvp,
-    is_view,
     transform_names,
     unwrap_if_dead,
     wrap_for_grad,
@@ -39,7 +38,15 @@ if TYPE_CHECKING:
 
     from allgrad._autograd.adjoint_pair import AdjointPair
 
-__all__ = ["ANCHOR", "apply", "is_plain_autograd", "needs_graph", "order_with", "run_map"]
+__all__ = [
+    "ANCHOR",
+    "apply",
+    "has_only_shape",
+    "is_plain_autograd",
+    "needs_graph",
+    "order_with",
+    "run_map",
+]
 
 # A result requires grad on every rank, even where the local piece does not: another rank's piece
 # may, and its backward needs everyone (test_piece_without_gradient_takes_part). Autograd marks a
@@ -89,9 +96,8 @@ def run_map(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Run the pair's map below view tracking: a view made inside an autograd.Function could not be
     changed in place by the caller (y /= 2). A tensor that is handed through stays as it is.
     """
-    if isinstance(xs[0], FakeTensor):  # only shapes, whose ops belong above; there a copy is free
-        ys = pair.forward(xs)
-        return tuple([y.clone() if is_view(y) and all(y is not x for x in xs) else y for y in ys])
+    if has_only_shape(xs[0]):
+        return tuple(_shapes_alone(pair, xs))
     with below_view_tracking():
         return tuple(pair.forward(xs))
 
@@ -108,11 +114,25 @@ def needs_graph(xs: Sequence[Tensor]) -> bool:
 
 def _plain(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     # A tensor that is handed through: the caller's own leaf would still require grad.
-    ys = pair.forward(xs)
+    ys = _shapes_alone(pair, xs) if has_only_shape(xs[0]) else pair.forward(xs)
     if len(ys) == 1:
         return (ys[0].detach() if ys[0] is xs[0] else ys[0],)
     given = set(map(id, xs))
     return tuple([y.detach() if id(y) in given else y for y in ys])
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def has_only_shape(x: Tensor) -> bool:
+    """Tell whether a tensor has no memory, so that nothing can be sent of it."""
+    return (type(x) not in _PLAIN and isinstance(x, FakeTensor)) or x.is_meta
+
+
+def _shapes_alone(pair: AdjointPair, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    from allgrad._autograd import graph_ops
+
+    return pair.forward(xs) if pair.made is None else graph_ops.run_plain(pair, xs)
 
 
 def _run(function: type[_Apply], pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -247,24 +267,30 @@ def _batched(info: Any, dims: Sequence[int | None], xs: Sequence[Tensor]) -> lis
 
 
 def _trace(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool) -> tuple[Tensor, ...]:
-    """The same under torch.compile: the ops of graph_ops have every derivative of their own."""
-    run = pair.forward if pair.traced is None else pair.traced[0]
-    if _order is not None and not stop and torch.is_grad_enabled() and _differentiable(xs):
-        raise ModeError(
-            f"{pair.name}: lockstep cannot order the backward of a compiled function.\n"
-            "Call compiled functions outside the lockstep block."
-        )
+    """The same under torch.compile: an op in the graph, with every derivative of its own."""
+    tied = _order is not None and not stop and torch.is_grad_enabled() and _differentiable(xs)
+    if tied and pair.made is not None:
+        from allgrad._autograd import graph_ops
+
+        in_order: tuple[Tensor, ...] = graph_ops.run_in_lockstep(pair, xs)
+        return in_order
     if stop:
         with torch.no_grad():
-            return tuple(run([x.detach() for x in xs]))
+            return tuple(_in_graph(pair, [x.detach() for x in xs]))
     active = transform_names() if functorch_active() else ()
     duals = dual_level() >= 0 and active[-1:] in {(), ("Jvp",)}
     if not duals or not _differentiable(xs):
-        return tuple(run(xs))
+        return tuple(_in_graph(pair, xs))
     split = [_split_dual(x) for x in xs]
-    ys = run([value for value, _ in split])
-    dys = run([tangent for _, tangent in split])
+    ys = _in_graph(pair, [value for value, _ in split])
+    dys = _in_graph(pair, [tangent for _, tangent in split])
     return tuple(forward_ad.make_dual(y, dy) for y, dy in zip(ys, dys, strict=True))
+
+
+def _in_graph(pair: AdjointPair, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    from allgrad._autograd import graph_ops
+
+    return pair.forward(xs) if pair.made is None else graph_ops.run(pair, xs)
 
 
 def _split_dual(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Partition",
     "even",
-    "linked_zeros",
     "no_elements",
     "pack",
     "pack_flat",
@@ -60,7 +59,7 @@ def unpack_like(flat: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
     if len(xs) == 1 and flat.dim() == xs[0].dim():
         return [flat]
     # One call of torch, which gives tensors without elements another shape.
-    if len(xs) > 1 and not torch.compiler.is_compiling() and all(map(torch.numel, xs)):
+    if len(xs) > 1 and all(map(torch.numel, xs)):
         return list(unflatten_dense(flat, xs))
     return unpack(flat, [x.shape for x in xs])
 
@@ -74,23 +73,8 @@ def unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def no_elements(xs: Sequence[Tensor]) -> Tensor:
-    """No elements of the tensors, flat, and linked to them.
-
-    A compiler differentiates what it traced: a rank that sends nothing still takes part in backward
-    (test_rank_that_sends_or_gets_nothing_takes_part).
-    """
-    if not torch.compiler.is_compiling():
-        return xs[0].new_empty(0)
-    empty = [(x if x.dim() else x.reshape(1)).narrow(0, 0, 0).reshape(-1) for x in xs]
-    return sum(empty[1:], empty[0])
-
-
-def linked_zeros(received: Tensor, shape: Sequence[int]) -> Tensor:
-    """Zeros on a rank that received nothing, linked to that nothing, for the same reason."""
-    fresh = received.new_zeros(shape)
-    if torch.compiler.is_compiling() and (received.is_floating_point() or received.is_complex()):
-        return fresh + received.sum()
-    return fresh
+    """No elements of the tensors, flat."""
+    return xs[0].new_empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +111,14 @@ class Partition:
             _with_length(x.shape, dim, sizes[rank])
             for x, dim, sizes in zip(xs, self.dims, self.sizes, strict=True)
         ]
+
+    def lengths(self, rank: int) -> list[int]:
+        """The length of one rank's block of each tensor, along its dim."""
+        return [sizes[rank] for sizes in self.sizes]
+
+    def totals(self) -> list[int]:
+        """The length of each tensor along its dim."""
+        return [sum(sizes) for sizes in self.sizes]
 
     def empty_shapes(self, xs: Sequence[Tensor]) -> list[list[int]]:
         """The shapes of empty blocks."""

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
     from torch import Tensor
+
+T = TypeVar("T")
 
 # ---- layout of memory ------------------------------------------------------------------------
 # One call of torch for many tensors. Without them: torch.cat of flat views, and split.
@@ -36,6 +38,7 @@ __all__ = [
     "backend_for",
     "backend_timeout",
     "below_view_tracking",
+    "constant_in_graphs",
     "current_interpreter",
     "dual_level",
     "flatten_dense",
@@ -43,10 +46,14 @@ __all__ = [
     "functional_collectives",
     "functorch_active",
     "graph_internals",
+    "group_store",
     "in_backward_pass",
     "inside_jvp",
     "is_view",
+    "lengths_differ",
+    "process_group_named",
     "sequence_number",
+    "traced_frames",
     "transform_names",
     "unflatten_dense",
     "unwrap_if_dead",
@@ -83,9 +90,16 @@ def transform_names() -> tuple[str, ...]:
     return tuple(interpreter.key().name for interpreter in stack)
 
 
-# TorchDynamo calls it once instead of tracing it: what torch.compiler.assume_constant_result does,
-# without importing TorchDynamo for everybody.
-transform_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def constant_in_graphs(function: Callable[[], T]) -> Callable[[], T]:
+    """Have TorchDynamo call a function once instead of tracing it.
+
+    What torch.compiler.assume_constant_result does, without importing TorchDynamo for everybody.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+transform_names = constant_in_graphs(transform_names)
 
 
 # ---- autograd --------------------------------------------------------------------------------
@@ -128,6 +142,15 @@ def backend_timeout(process_group: Any) -> timedelta:
     return found
 
 
+def group_store(process_group: Any) -> Any:
+    """The store in which the group's ranks found each other; a private function before torch 2.7."""
+    if hasattr(process_group, "get_group_store"):
+        return process_group.get_group_store()
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_process_group_store(process_group)
+
+
 def sequence_number(process_group: Any) -> int:
     """Count the calls made on a group, for the pool of test ranks."""
     return int(process_group._get_sequence_number_for_group())
@@ -146,15 +169,56 @@ def functional_collectives() -> Any:
 def graph_internals() -> SimpleNamespace:
     """What ops in a compiled graph are made with, looked up when the first one is made."""
     from torch._functorch.utils import enable_single_level_autograd_function
+    from torch._higher_order_ops import effects
     from torch.autograd.forward_ad import _set_fwd_grad_enabled
     from torch.autograd.function import _SingleLevelFunction
 
+    def register_ordered_effect(op: Any) -> None:
+        """Keep the op, in its place among the others, wherever a graph goes."""
+        effects._register_effectful_op(op, effects._EffectType.ORDERED)
+
+    def unbacked_size() -> Any:
+        """A length that is known when the graph runs. Called in an op's fake kernel."""
+        # new_dynamic_size of the public context asks for a setting of TorchDynamo's first.
+        env = torch.library.get_ctx()._shape_env
+        if env is None:
+            raise RuntimeError("allgrad: sizes are found out in graphs only")
+        size = env.create_unbacked_symint()
+        torch._check(size >= 0)
+        return size
+
     return SimpleNamespace(
-        c10d=torch.ops._c10d_functional,
-        resolve_process_group=torch._C._distributed_c10d._resolve_process_group,
         is_wrapped=torch._C._functorch.is_functorch_wrapped_tensor,
         below_autograd=torch._C._AutoDispatchBelowAutograd,
         SingleLevelFunction=_SingleLevelFunction,
         enable_single_level=enable_single_level_autograd_function,
         set_fwd_grad_enabled=_set_fwd_grad_enabled,
+        register_ordered_effect=register_ordered_effect,
+        unbacked_size=unbacked_size,
     )
+
+
+def process_group_named(name: str) -> Any:
+    """The process group of this name: graphs know groups by their names."""
+    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def traced_frames() -> list[Any]:
+    """The frames of the program that TorchDynamo traces, the innermost last.
+
+    Without it: in checked mode the line of a compiled call is that of the call of its graph.
+    """
+    context = torch._guards.TracingContext
+    return list(context.extract_stack()) if context.try_get() is not None else []
+
+
+def lengths_differ(a: int, b: int) -> bool:
+    """Tell whether two lengths differ; in a graph, lengths found when it runs are compared then."""
+    if not torch.compiler.is_compiling():
+        return a != b
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    if guard_or_false(a != b):
+        return True
+    torch._check(a == b)
+    return False

@@ -6,22 +6,36 @@ tells which call it belongs to and, in checked mode, which line of the user's pr
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import sys
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from allgrad._core.torch_internals import constant_in_graphs, process_group_named, traced_frames
 from allgrad._wire.groups import Group, GroupLike, find_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import FrameType
 
-__all__ = ["Call", "call_site", "describe_calls", "group_key", "resolve"]
+    from torch import Tensor
+
+__all__ = [
+    "Call",
+    "call_site",
+    "describe_calls",
+    "describe_shapes",
+    "group_key",
+    "of_graph",
+    "resolve",
+    "shapes_of_graph",
+]
 
 
 class Call(NamedTuple):
@@ -34,6 +48,7 @@ class Call(NamedTuple):
     details: str = ""
     site: str = ""
     serial: int = 0
+    traced: Any = None  # in a graph: a list, empty until the first node of the call is made
 
 
 _describing = 0
@@ -63,11 +78,51 @@ def resolve(name: str, group: GroupLike, details: Callable[[], str] | None = Non
     ``details`` tells what must be the same on every rank: reduction, shapes, src.
     """
     found = find_group(name, group)
-    if not _describing or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        told = "" if details is None else details()
+        return Call(found, found.rank, found.size, name, told, traced_site(), 0, [])
+    if not _describing:
         return Call(found, found.rank, found.size, name)
     told = "" if details is None else details()
     serial = _serials[found] = _serials.get(found, 0) + 1
     return Call(found, found.rank, found.size, name, told, call_site(), serial)
+
+
+def of_graph(  # noqa: PLR0917
+    xs: Sequence[Tensor], group: str, name: str, details: str, site: str, first: bool
+) -> Call:
+    """The call of a node in a graph that runs on ``xs``; their shapes belong to the details.
+
+    The first node of a call counts it, as ``resolve`` does. In backward the number is not known: 0.
+    """
+    found = find_group(name, process_group_named(group)) if group else find_group(name, None)
+    if not _describing:
+        return Call(found, found.rank, found.size, name)
+    for free_dim in _SHAPES_OF_GRAPH.findall(details):
+        shapes = describe_shapes(xs, int(free_dim) if free_dim else None)
+        details = details.replace(shapes_of_graph(free_dim), shapes)
+    if first:
+        _serials[found] = _serials.get(found, 0) + 1
+    return Call(found, found.rank, found.size, name, details, site)
+
+
+_SHAPES_OF_GRAPH = re.compile(r"<shapes (-?\d*)>")
+
+
+def shapes_of_graph(free_dim: object) -> str:
+    """Stands for shapes that are known when the graph runs."""
+    return f"<shapes {'' if free_dim is None else free_dim}>"
+
+
+def describe_shapes(xs: Sequence[Tensor], free_dim: int | None = None) -> str:
+    """Shapes and dtypes in words, as checked mode compares them: a free dim is left open."""
+    words = []
+    for x in xs:
+        lengths = ["?"] if x.is_nested else [str(n) for n in x.shape]
+        if free_dim is not None and -len(lengths) <= free_dim < len(lengths):
+            lengths[free_dim] = "*"
+        words.append(f"({', '.join(lengths)}) {str(x.dtype).removeprefix('torch.')}")
+    return "; ".join(words)
 
 
 _OWN_FILES = str(Path(__file__).parent.parent) + os.sep
@@ -79,7 +134,21 @@ def call_site() -> str:
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_OWN_FILES, _TORCH_FILES)) and not file.startswith("<"):
+        if _is_users(file):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return "an unknown line"
+
+
+@constant_in_graphs
+def traced_site() -> str:
+    """The same for a line that a compiler traces."""
+    for frame in reversed(traced_frames()):
+        if _is_users(frame.filename):
+            return f"{frame.filename}:{frame.lineno}"
+    return call_site()
+
+
+def _is_users(file: str) -> bool:
+    # The watcher of a call is entered through contextlib.
+    return not file.startswith((_OWN_FILES, _TORCH_FILES, "<")) and file != contextlib.__file__

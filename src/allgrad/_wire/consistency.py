@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import weakref
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from allgrad._wire import diagnosis, eager
 from allgrad._wire import primitives as wire
 from allgrad._wire.calls import call_site, describe_calls
 from allgrad._wire.codec import DTYPES, Reader, Writer
-from allgrad.errors import CollectiveMismatch, rank_table
+from allgrad.errors import CollectiveMismatch, ModeError, rank_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -118,6 +119,10 @@ def checked(*, sites: bool = True) -> Generator[None]:
 
     Cost: one small message more for each call.
     """
+    if torch.compiler.is_compiling():
+        raise ModeError(
+            "checked: a block cannot be compiled.\nCall the compiled function inside it."
+        )
     before = _STATE.compare_sites
     _switch(on=True)
     _STATE.compare_sites = sites
@@ -151,13 +156,30 @@ def _agree_first(call: Call, planned: WireCall) -> Generator[None]:
             planned.dtype,
             planned.elements,
             planned.root,
-            f"backward of collective {call.serial}, {text}" if in_backward else text,
+            f"{_backward_of(call.serial)}{text}" if in_backward else text,
             site or now,
             tuple(planned.send),
             tuple(planned.receive),
         )
         _agree(call, mine, planned.device)
         yield
+
+
+_BACKWARD = "backward of "
+_NUMBERED = re.compile(r"backward of collective \d+, ")
+
+
+def _backward_of(serial: int) -> str:
+    # In backward a compiled call does not know its number.
+    return f"backward of collective {serial}, " if serial else _BACKWARD
+
+
+def _comparable(specs: Sequence[CallSpec]) -> list[CallSpec]:
+    """The specs, without the numbers of calls in backward where some rank does not know them."""
+    texts = [spec.call for spec in specs]
+    if not any(text.startswith(_BACKWARD) and not _NUMBERED.match(text) for text in texts):
+        return list(specs)
+    return [replace(spec, call=_NUMBERED.sub(_BACKWARD, spec.call, count=1)) for spec in specs]
 
 
 def report_failure(call: Call, error: BaseException) -> None:
@@ -201,8 +223,9 @@ _COMPARED: tuple[tuple[Callable[[CallSpec], object], str], ...] = (
 
 
 def _compare(call: Call, specs: list[CallSpec]) -> None:
+    compared = _comparable(specs)
     for value, words in _COMPARED:
-        values = [value(spec) for spec in specs]
+        values = [value(spec) for spec in compared]
         if any(one != values[0] for one in values):
             usual = Counter(values).most_common(1)[0][0]
             odd = {rank: words for rank, one in enumerate(values) if one != usual}

@@ -19,7 +19,7 @@ import torch
 
 from allgrad._core.torch_internals import backend_timeout
 from allgrad._wire import diagnosis
-from allgrad.errors import InputError
+from allgrad.errors import InputError, ModeError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -70,6 +70,10 @@ def deadline(seconds: float | None) -> Generator[None]:
     is gone, ``RankLost``, at once. The group cannot be used after either: destroy it and start
     again. ``None`` lifts an outer deadline. ``ALLGRAD_DEADLINE`` sets one for the whole program.
     """
+    if torch.compiler.is_compiling():
+        raise ModeError(
+            "deadline: a block cannot be compiled.\nCall the compiled function inside it."
+        )
     before, STATE.seconds = (
         STATE.seconds,
         None if seconds is None else _seconds(seconds, "deadline"),

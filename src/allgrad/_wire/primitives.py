@@ -5,8 +5,7 @@ by rank are lengths along the first dimension. Whatever gathers, scatters or per
 ``all_to_all`` with the right counts.
 
 All six go through one dispatcher. A call waits for the async calls before it, is agreed on by the
-ranks in checked mode, and then runs the algorithm that ``algorithms`` chooses. In graphs ``graph_ops``
-takes over.
+ranks in checked mode, and then runs the algorithm that ``algorithms`` chooses.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ import torch
 from torch import Tensor
 
 from allgrad._core import call_queue
-from allgrad._core.torch_internals import FakeTensor
-from allgrad._wire import eager, graph_ops
+from allgrad._wire import eager
 from allgrad._wire.algorithms import Situation, choose
 from allgrad._wire.calls import Call, resolve
 from allgrad._wire.groups import GroupLike
@@ -63,8 +61,7 @@ class _Operation:
 
     name: as in ``algorithms.TABLE``.
     sizes: piece, total and equal of its ``Situation``.
-    alone: the result in a world of one, or the shape of a meta tensor's result.
-    in_graph: the same call as an op of a compiled graph.
+    alone: the result in a world of one.
     rooted: whether its first argument is src or dst.
     counts: how many of its arguments are counts by rank.
     """
@@ -72,12 +69,10 @@ class _Operation:
     name: str
     sizes: Callable[..., tuple[int, int, bool]]
     alone: Callable[..., Tensor]
-    in_graph: Callable[..., Tensor]
     rooted: bool = False
     counts: int = 0
 
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _watcher: Callable[[Call, WireCall], AbstractContextManager[None]] | None = None
 
 
@@ -137,20 +132,15 @@ def overwrite(call: Call, x: Tensor, src: int) -> Callable[[], None]:
 
 
 def _dispatch(operation: _Operation, call: Call, x: Tensor, *args: Any) -> Tensor:
-    # Fast path: eager, unwatched, no async call pending, several ranks, a plain tensor.
+    # Fast path: unwatched, no async call pending, several ranks.
     if (
-        not torch.compiler.is_dynamo_compiling()
-        and _watcher is None
+        _watcher is None
         and (not call_queue.QUEUE.pending or call_queue.is_free())
         and call.size > 1
-        and type(x) in _PLAIN
-        and not x.is_meta
     ):
         return _run(operation, call, x, *args)
-    if call.size == 1 or x.is_meta:
+    if call.size == 1:
         return operation.alone(call, x, *args)
-    if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
-        return operation.in_graph(call, x, *args)
     return _in_turn(operation, call, lambda: _run(operation, call, x, *args), x, *args)
 
 
@@ -219,84 +209,13 @@ def _copy(_call: Call, x: Tensor, *_: Any) -> Tensor:
     return x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
-def _flat(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """An op in a graph for tensors of one dimension, for those of any."""
-
-    def run(call: Call, x: Tensor, *args: Any) -> Tensor:
-        return op(call, x, *args) if x.dim() == 1 else op(call, x.reshape(-1), *args).view(x.shape)
-
-    return run
-
-
-def _rows(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same for ops with counts by rank, which become counts of elements."""
-
-    def run(call: Call, x: Tensor, *args: Any) -> Tensor:
-        if x.dim() == 1:
-            return op(call, x, *args)
-        width = _row_elements(x)
-        counts = ([n * width for n in a] if isinstance(a, (list, tuple)) else a for a in args)
-        return op(call, x.reshape(-1), *counts).view(-1, *x.shape[1:])
-
-    return run
-
-
 def _alone_reduced(call: Call, x: Tensor, scratch: bool) -> Tensor:
     return x if scratch else _copy(call, x)
 
 
-def _alone_exchanged(call: Call, x: Tensor, _send: Any, receive: Sequence[int], _: bool) -> Tensor:
-    return _copy(call, x) if call.size == 1 else x.new_empty((sum(receive), *x.shape[1:]))
-
-
-def _alone_gathered(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
-    return _copy(call, x) if call.size == 1 else x.new_empty((sum(counts), *x.shape[1:]))
-
-
-def _alone_scattered(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
-    return _copy(call, x) if call.size == 1 else x.new_empty((counts[call.rank], *x.shape[1:]))
-
-
-_ALL_REDUCE = _Operation(
-    "all_reduce",
-    _whole,
-    _alone_reduced,
-    _flat(lambda call, x, _: graph_ops.all_reduce(x, call.group.name)),
-)
-_BROADCAST = _Operation(
-    "broadcast",
-    _whole,
-    _copy,
-    _flat(lambda call, x, src: graph_ops.broadcast(x, src, call.group.name)),
-    rooted=True,
-)
-_REDUCE = _Operation(
-    "reduce",
-    _whole,
-    _copy,
-    _flat(lambda call, x, dst: graph_ops.reduce(x, dst, call.rank, call.size, call.group.name)),
-    rooted=True,
-)
-_ALL_TO_ALL = _Operation(
-    "all_to_all",
-    _exchanged,
-    _alone_exchanged,
-    _rows(
-        lambda call, x, send, receive, _: graph_ops.all_to_all(x, send, receive, call.group.name)
-    ),
-    counts=2,
-)
-_ALL_GATHER = _Operation(
-    "all_gather",
-    _by_counts,
-    _alone_gathered,
-    _rows(lambda call, x, counts: graph_ops.all_gather(x, counts, call.group.name)),
-    counts=1,
-)
-_REDUCE_SCATTER = _Operation(
-    "reduce_scatter",
-    _by_counts,
-    _alone_scattered,
-    _rows(lambda call, x, counts: graph_ops.reduce_scatter(x, counts, call.rank, call.group.name)),
-    counts=1,
-)
+_ALL_REDUCE = _Operation("all_reduce", _whole, _alone_reduced)
+_BROADCAST = _Operation("broadcast", _whole, _copy, rooted=True)
+_REDUCE = _Operation("reduce", _whole, _copy, rooted=True)
+_ALL_TO_ALL = _Operation("all_to_all", _exchanged, _copy, counts=2)
+_ALL_GATHER = _Operation("all_gather", _by_counts, _copy, counts=1)
+_REDUCE_SCATTER = _Operation("reduce_scatter", _by_counts, _copy, counts=1)

@@ -15,6 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+# Its functions take the group that is the default one when it is first imported, and TorchDynamo
+# imports it: then not inside a world that ends
+# (test_default_group_of_torch_functions_is_the_current_world).
+import torch.distributed.nn.functional
 from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]
 
 from allgrad._core.torch_internals import sequence_number
@@ -37,6 +42,7 @@ class Rendezvous:
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
+            use_libuv=torch.__version__ >= "2.9",  # at 2.6 it takes no socket that listens already
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +20,7 @@ app = typer.Typer(
 )
 
 
-class Loss(StrEnum):
+class Loss(Enum):
     """Losses of ``allgrad.losses`` that the demo can train with."""
 
     CLIP = "clip"
@@ -28,8 +28,8 @@ class Loss(StrEnum):
     INFO_NCE = "info_nce"
 
 
-class Backend(StrEnum):
-    """What can carry the demo's tensors."""
+class Backend(Enum):
+    """Backends that can run the demo."""
 
     GLOO = "gloo"
     NCCL = "nccl"
@@ -40,7 +40,7 @@ app.command()(bench)
 
 @app.callback()
 def _allgrad() -> None:
-    """Keep the commands' names even while there is only one."""
+    """Make the commands subcommands even if there is only one."""
 
 
 @app.command()
@@ -48,27 +48,27 @@ def demo(
     *,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, max=16, help="How many processes.", show_default="4, or torchrun's"),
+        typer.Option(min=1, max=16, help="Number of processes.", show_default="4, or torchrun's"),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="How many batches to train on.")] = 200,
-    loss: Annotated[Loss, typer.Option(help="What to train with.")] = Loss.CLIP,
-    backend: Annotated[Backend, typer.Option(help="What carries the tensors.")] = Backend.GLOO,
+    steps: Annotated[int, typer.Option(min=1, help="Number of training steps.")] = 200,
+    loss: Annotated[Loss, typer.Option(help="Loss to train with.")] = Loss.CLIP,
+    backend: Annotated[Backend, typer.Option(help="Backend of torch.distributed.")] = Backend.GLOO,
     out: Annotated[
-        Path, typer.Option(dir_okay=False, writable=True, help="Where to put the PNG.")
+        Path, typer.Option(dir_okay=False, writable=True, help="File for the plot, a PNG.")
     ] = Path("allgrad-demo.png"),
 ) -> None:
-    """Match handwritten digits and captions on real ranks, then in one process: the same result.
+    """Train on real ranks, then in one process, to match digits and captions: the same result.
 
-    The ranks hold unequal batches; it fails if any parameter differs by more than 1e-8.
+    The ranks hold unequal batches. The demo fails if any parameter differs by more than 1e-8.
     """
-    try:  # here, because matplotlib takes a second that other commands need not wait
+    try:  # imported here: matplotlib takes a second, which other commands need not wait for
         from allgrad.cli.demo import command as demo_command
-        from allgrad.cli.demo.training import Course
-        from allgrad.cli.demo.worlds import torchruns_world
+        from allgrad.cli.demo.training import TrainingConfig
+        from allgrad.cli.demo.worlds import torchrun_world
     except ModuleNotFoundError as error:
         sys.exit(f"{error}. The demo needs its extras: pip install 'allgrad[cli,testing]'")
     try:
-        world = torchruns_world()
+        world = torchrun_world()
     except GroupError as error:
         raise typer.BadParameter(str(error), param_hint="RANK and WORLD_SIZE") from error
     size = world[1] if world else ranks or 4
@@ -80,8 +80,8 @@ def demo(
             f"nccl needs a GPU for each of {size} ranks; there are {found}.", param_hint="--backend"
         )
     if not out.absolute().parent.is_dir():
-        raise typer.BadParameter(f"There is no folder {out.parent}.", param_hint="--out")
+        raise typer.BadParameter(f"There is no directory {out.parent}.", param_hint="--out")
     device = "cuda" if backend is Backend.NCCL else "cpu"
-    course = Course(loss.value, steps, size, device)
-    if not demo_command.show(course, backend=backend.value, out=out):
+    config = TrainingConfig(loss.value, steps, size, device)
+    if not demo_command.run(config, backend=backend.value, out=out):
         raise typer.Exit(1)

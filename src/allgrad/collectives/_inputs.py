@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from allgrad._autograd.async_calls import DoneHandle, Handle, start
-from allgrad._autograd.transforms import apply
-from allgrad._core.torch_internals import FakeTensor
+from allgrad._autograd.transforms import apply, has_only_shape
 from allgrad._wire import handshake
+from allgrad._wire.calls import describe_shapes, shapes_of_graph
 from allgrad._wire.handshake import RankArgs, TensorSpec
 from allgrad.collectives._pair_cache import remember
 from allgrad.containers.nests import Frame, split_tensors
@@ -156,17 +156,13 @@ def describe(x: object, free_dim: int | None = None) -> str:
         tensors = [x] if isinstance(x, Tensor) else split_tensors(x)[0]
     except InputError:
         return "?"
-    words = []
-    for t in tensors:
-        lengths = ["?"] if t.is_nested else [str(n) for n in t.shape]
-        if free_dim is not None and -len(lengths) <= free_dim < len(lengths):
-            lengths[free_dim] = "*"
-        words.append(f"({', '.join(lengths)}) {str(t.dtype).removeprefix('torch.')}")
-    return "; ".join(words)
+    if torch.compiler.is_compiling() and any(t.dim() for t in tensors):
+        return shapes_of_graph(free_dim)
+    return describe_shapes(tensors, free_dim)
 
 
 _KNOWN_DTYPES = frozenset(handshake.DTYPES)
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def _check_tensor(name: str, x: Tensor) -> None:
@@ -216,6 +212,8 @@ def as_index(value: object) -> int | None:
     """A whole number, or None for anything else."""
     if isinstance(value, bool):
         return None
+    if isinstance(value, int):
+        return value  # in a graph it stays symbolic
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -267,10 +265,10 @@ def exchange(  # noqa: PLR0917
     root: int = -1,
 ) -> handshake.Exchange:
     """Tell all ranks what this one holds, and learn what they hold."""
-    if has_only_shapes(leaves):
+    if torch.compiler.is_compiling() or has_only_shapes(leaves):
         raise ModeError(
-            f"{call.name}: under torch.compile, and for fake and meta tensors, the ranks cannot tell "
-            f"each other their sizes.\n{_ADVICE.get(operation, _ADVICE['all_gather'])}"
+            f"{call.name}: with shapes alone the ranks cannot tell each other their sizes.\n"
+            f"{_ADVICE.get(operation, _ADVICE['all_gather'])}"
         )
     specs = tuple(
         TensorSpec(t.dtype, tuple(t.shape), dim)
@@ -290,7 +288,5 @@ _ADVICE = {
 
 
 def has_only_shapes(leaves: Leaves) -> bool:
-    """Tell whether no message can be sent about the call: it is traced, or fake, or meta."""
-    return torch.compiler.is_compiling() or any(
-        isinstance(t, FakeTensor) or t.is_meta for t in leaves.tensors
-    )
+    """Tell whether no message can be sent about the leaves: they are fake or meta."""
+    return not torch.compiler.is_compiling() and any(has_only_shape(t) for t in leaves.tensors)

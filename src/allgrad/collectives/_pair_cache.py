@@ -50,6 +50,6 @@ def remember(pair: AdjointPair, name: str, x: object, group: GroupLike, *given: 
     if len(_PAIRS) >= _MOST:
         _PAIRS.clear()
     try:
-        _PAIRS[name, key, x.shape, x.dtype, x.layout, *given] = pair  # type: ignore[attr-defined]
+        _PAIRS[(name, key, x.shape, x.dtype, x.layout, *given)] = pair  # type: ignore[attr-defined]
     except TypeError:
         return

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from allgrad._core.partition import Partition, even
-from allgrad.collectives._inputs import Leaves, as_index, check_for_all, exchange, take_leaves
-from allgrad.collectives._mismatch import pieces_differ
+from allgrad._core.torch_internals import lengths_differ
+from allgrad.collectives._inputs import Leaves, as_index, check_for_all, take_leaves
+from allgrad.collectives._size_exchange import sizes_by_rank
 from allgrad.errors import SizesError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def divide(
             )
         return (length // call.size,) * call.size
     values = given_sizes(name, call, sizes, argument)
-    if sum(values) != length:
+    if lengths_differ(sum(values), length):
         raise SizesError(
             f"{name}: {argument}={list(values)} add up to {sum(values)}, but x has {length} there.\n"
             "Give sizes that add up to x's length along dim."
@@ -85,11 +86,7 @@ def held_pieces(
         known = "equal" if sizes is None else sizes
         own = [t.shape[d] for t, d in zip(leaves.tensors, dims, strict=True)]
         return leaves, Partition(dims, tuple(_held(call, n, known) for n in own))
-    rows = exchange(call, operation, leaves, dims)
-    lengths = rows.lengths()
-    if lengths is None:
-        raise pieces_differ(call, leaves, rows.decoded(), free=True)
-    return leaves, Partition(dims, lengths)
+    return leaves, Partition(dims, sizes_by_rank(call, operation, leaves, dims))
 
 
 def _held(call: Call, length: int, sizes: Sizes) -> tuple[int, ...]:
@@ -97,7 +94,7 @@ def _held(call: Call, length: int, sizes: Sizes) -> tuple[int, ...]:
     if isinstance(sizes, str) and sizes == "equal":
         return (length,) * call.size
     values = given_sizes(call.name, call, sizes)
-    if values[call.rank] != length:
+    if lengths_differ(values[call.rank], length):
         raise SizesError(
             f"{call.name}: sizes={list(values)} say that rank {call.rank} holds "
             f"{values[call.rank]}, but it holds {length}.\n"

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
 from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
-from allgrad._core.partition import Partition, pack_flat, real_memory, unpack
-from allgrad._wire import graph_ops
+from allgrad._core.partition import Partition, real_memory, unpack
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import (
     Leaves,
     check_for_all,
     check_grad,
     describe,
-    exchange,
     has_only_shapes,
     take_leaves,
 )
-from allgrad.collectives._mismatch import pieces_differ
 from allgrad.collectives._pair_cache import hashable, recall
+from allgrad.collectives._size_exchange import compare_shapes
 from allgrad.collectives._sizes import held_pieces, partition_for
 from allgrad.collectives.all_to_all import exchange_pair
 
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from allgrad._autograd.adjoint_pair import Ends
     from allgrad._wire.calls import Call
     from allgrad.types import Grad, GroupLike, Handle, Nest, Op, Sizes, SumOrNone
 
@@ -158,20 +157,16 @@ def reduce_scatter(
         return apply(known, (x,), stop=grad == "none")[0]
     call = wire.resolve("reduce_scatter", group, lambda: f"dim={dim}, op={op}, {describe(x)}")
     stop = check_grad("reduce_scatter", grad)
-    compare_shapes = sizes is None and call.size > 1
+    compared = sizes is None and call.size > 1
 
     def check() -> tuple[Leaves, Partition, list[reductions.Reduction]]:
         leaves, dims = take_leaves("reduce_scatter", x).along("reduce_scatter", dim)
         found = [reductions.find("reduce_scatter", op, t.dtype) for t in leaves.tensors]
         return leaves, partition_for(call, leaves, dims, sizes), found
 
-    leaves, partition, found = check_for_all(
-        call, "reduce_scatter", x, check, exchanged=compare_shapes
-    )
-    if compare_shapes and not has_only_shapes(leaves):
-        rows = exchange(call, "reduce_scatter", leaves, partition.dims)
-        if not rows.same():
-            raise pieces_differ(call, leaves, rows.decoded(), free=False)
+    leaves, partition, found = check_for_all(call, "reduce_scatter", x, check, exchanged=compared)
+    if compared and not has_only_shapes(leaves):
+        compare_shapes(call, "reduce_scatter", leaves, partition.dims)
     if any(not reduction.linear for reduction in found):
         return leaves.call_each(
             lambda numbers, xs: reduce_pieces(
@@ -182,7 +177,7 @@ def reduce_scatter(
 
     def make_pair(numbers: list[int]) -> AdjointPair:
         divided_by = 1 if found[numbers[0]].name == "sum" else call.size
-        return gather_pair(call, partition.select(numbers), divided_by=divided_by).adjoint
+        return gather_pair(call, partition.select(numbers), divided_by).adjoint
 
     return leaves.run(make_pair, stop=stop, async_op=async_op, key=key)
 
@@ -283,7 +278,12 @@ def gather_sizes(x: object, dim: int = 0, *, group: GroupLike = None) -> Any:
     return leaves.put_back(partition.sizes)
 
 
-def gather_pair(call: Call, partition: Partition, *, divided_by: int = 1) -> AdjointPair:
+def _ends(call: Call, partition: Partition, *_: int) -> Ends:
+    return partition.lengths(call.rank), partition.totals()
+
+
+@makes_pair("all_gather", _ends)
+def gather_pair(call: Call, partition: Partition, divided_by: int = 1) -> AdjointPair:
     """all_gather <-> reduce_scatter, both divided by a number where a mean is meant."""
     rows = partition.sizes[0] if partition.dims == (0,) else None
 
@@ -302,6 +302,7 @@ def gather_pair(call: Call, partition: Partition, *, divided_by: int = 1) -> Adj
     return AdjointPair("all_gather", "reduce_scatter", gather, reduce_and_keep)
 
 
+@makes_pair("all_gather same", _ends)
 def same_pair(call: Call, partition: Partition) -> AdjointPair:
     """all_gather <-> split: pieces on one side, on the other a joined value that all ranks use alike."""
 
@@ -309,17 +310,7 @@ def same_pair(call: Call, partition: Partition) -> AdjointPair:
         own = partition.own_blocks(xs, call.rank)
         return [x.clone() if x.is_contiguous() else real_memory(x) for x in own]
 
-    def gather_same(xs: Sequence[Tensor]) -> list[Tensor]:
-        counts, name = partition.counts(xs), call.group.name
-        return partition.join(graph_ops.gather_once(pack_flat(xs), counts, call.rank, name), xs)
-
-    def keep_block(xs: Sequence[Tensor]) -> list[Tensor]:
-        counts, name = partition.counts(xs), call.group.name
-        flat = graph_ops.keep_block(partition.pack_blocks(xs), counts, call.rank, name)
-        return unpack(flat, partition.shapes(xs, call.rank))
-
-    traced = (gather_same, keep_block) if call.size > 1 else None
-    return AdjointPair("all_gather", "split", gather_pair(call, partition).forward, keep, traced)
+    return AdjointPair("all_gather", "split", gather_pair(call, partition).forward, keep)
 
 
 def _divided(fresh: Tensor, by: int) -> Tensor:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
 from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
-from allgrad._core.partition import Partition, even, pack, pack_flat, unpack_like
-from allgrad._wire import graph_ops
+from allgrad._core.partition import Partition, even, pack, unpack_like
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import check_grad, describe, take_leaves
 from allgrad.collectives._pair_cache import recall
@@ -156,26 +155,21 @@ def share(
     return take_leaves("share", x).run(lambda _: pair, stop=stop, async_op=async_op)
 
 
+@makes_pair("all_reduce")
 def _sum_pair(call: Call, divided_by: int) -> AdjointPair:
     reduce = partial(_reduced, call, divided_by)
     return AdjointPair("all_reduce", "all_reduce", reduce, reduce)
 
 
+@makes_pair("all_reduce same")
 def _same_pair(call: Call, divided_by: int) -> AdjointPair:
     """all_reduce <-> share: terms on one side, on the other a sum that all ranks use alike."""
 
     def hand_over(xs: Sequence[Tensor]) -> list[Tensor]:
         return [x if divided_by == 1 else x / divided_by for x in xs]
 
-    def reduce_same(xs: Sequence[Tensor]) -> list[Tensor]:
-        return _divided(graph_ops.sum_once(pack_flat(xs), call.group.name), xs, divided_by)
-
-    def share(xs: Sequence[Tensor]) -> list[Tensor]:
-        return _divided(graph_ops.share(pack_flat(xs), call.group.name), xs, divided_by)
-
-    traced = (reduce_same, share) if call.size > 1 else None
     reduce = partial(_reduced, call, divided_by)
-    return AdjointPair("all_reduce", "share", reduce, hand_over, traced)
+    return AdjointPair("all_reduce", "share", reduce, hand_over)
 
 
 def _reduced(call: Call, by: int, xs: Sequence[Tensor]) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
 from allgrad._autograd.async_calls import Handle
 from allgrad._autograd.transforms import apply
 from allgrad._core.partition import Partition
@@ -15,11 +15,10 @@ from allgrad.collectives._inputs import (
     check_for_all,
     check_grad,
     describe,
-    exchange,
     take_leaves,
 )
-from allgrad.collectives._mismatch import pieces_differ
 from allgrad.collectives._pair_cache import hashable, recall
+from allgrad.collectives._size_exchange import arriving_sizes
 from allgrad.collectives._sizes import given_sizes, partition_for
 
 if TYPE_CHECKING:
@@ -136,16 +135,10 @@ def all_to_all(
     find_out = recv_sizes is None and call.size > 1
     leaves, send, received = check_for_all(call, "all_to_all", x, check, exchanged=find_out)
     if received is None:
-        rows = exchange(call, "all_to_all", leaves, send.dims, send.sizes)
-        amounts = rows.amounts()
-        if amounts is None:
-            raise pieces_differ(call, leaves, rows.decoded(), free=True)
-        received = Partition(send.dims, amounts)
+        received = Partition(send.dims, arriving_sizes(call, leaves, send))
     receive = received
     result = leaves.run(
-        lambda numbers: exchange_pair(
-            call, send.select(numbers), receive.select(numbers), equal=equal
-        ),
+        lambda numbers: exchange_pair(call, send.select(numbers), receive.select(numbers), equal),
         stop=stop,
         async_op=async_op,
         key=key,
@@ -156,8 +149,9 @@ def all_to_all(
     return Handle(lambda: (result.wait(), sizes)) if async_op else (result, sizes)
 
 
+@makes_pair("all_to_all", lambda _, send, receive, *__: (send.totals(), receive.totals()))
 def exchange_pair(
-    call: Call, send: Partition, receive: Partition, *, equal: bool = False
+    call: Call, send: Partition, receive: Partition, equal: bool = False
 ) -> AdjointPair:
     """Blocks of ``send`` sizes out, blocks of ``receive`` sizes in; swapped in the adjoint.
 
@@ -166,8 +160,8 @@ def exchange_pair(
     return AdjointPair(
         "all_to_all",
         "all_to_all",
-        partial(_exchange, call, send, receive, equal),
-        partial(_exchange, call, receive, send, equal),
+        partial(_exchange, call, send, receive, bool(equal)),
+        partial(_exchange, call, receive, send, bool(equal)),
     )
 
 

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
 from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
-from allgrad._core.partition import Partition, pack, pack_flat, unpack_like
-from allgrad._wire import graph_ops
+from allgrad._core.partition import Partition, pack, unpack_like
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import check_grad, check_rank, describe, take_leaves
 from allgrad.collectives._pair_cache import recall
@@ -159,6 +158,7 @@ def _reduce_pieces(
     return [t.any(0) if t.dtype == torch.bool else t.sum(0, dtype=t.dtype) for t in stacked]
 
 
+@makes_pair("broadcast")
 def _sum_pair(call: Call, root: int, divided_by: int = 1) -> AdjointPair:
     def send(xs: Sequence[Tensor]) -> list[Tensor]:
         return _divided(wire.broadcast(call, pack(xs), root), xs, divided_by)
@@ -169,18 +169,12 @@ def _sum_pair(call: Call, root: int, divided_by: int = 1) -> AdjointPair:
     return AdjointPair("broadcast", "reduce", send, collect)
 
 
+@makes_pair("broadcast same")
 def _same_pair(call: Call, src: int) -> AdjointPair:
     def keep(xs: Sequence[Tensor]) -> list[Tensor]:
         return [x.clone() if call.rank == src else torch.zeros_like(x) for x in xs]
 
-    def send_same(xs: Sequence[Tensor]) -> list[Tensor]:
-        return unpack_like(graph_ops.broadcast_once(pack_flat(xs), src, call.group.name), xs)
-
-    def keep_on(xs: Sequence[Tensor]) -> list[Tensor]:
-        return unpack_like(graph_ops.keep_on(pack_flat(xs), src, call.group.name), xs)
-
-    traced = (send_same, keep_on) if call.size > 1 else None
-    return AdjointPair("broadcast", "keep on src", _sum_pair(call, src).forward, keep, traced)
+    return AdjointPair("broadcast", "keep on src", _sum_pair(call, src).forward, keep)
 
 
 def _divided(fresh: Tensor, xs: Sequence[Tensor], by: int) -> list[Tensor]:

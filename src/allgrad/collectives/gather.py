@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
 from allgrad._core.partition import Partition, unpack
+from allgrad._core.torch_internals import lengths_differ
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import (
     Leaves,
@@ -15,21 +16,21 @@ from allgrad.collectives._inputs import (
     check_grad,
     check_rank,
     describe,
-    exchange,
     has_only_shapes,
     take_leaves,
 )
-from allgrad.collectives._mismatch import pieces_differ
+from allgrad.collectives._size_exchange import amounts_of_src, specs_of_src
 from allgrad.collectives._sizes import given_sizes, held_pieces, partition_for
-from allgrad.errors import TensorError, rank_table
+from allgrad.errors import ModeError, SizesError, TensorError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from allgrad._autograd.adjoint_pair import Ends
     from allgrad._wire.calls import Call
-    from allgrad._wire.handshake import Exchange, RankArgs, TensorSpec
+    from allgrad._wire.handshake import TensorSpec
     from allgrad.types import GroupLike, Handle, Nest, Sizes, SumOrNone
 
 __all__ = ["gather", "gather_pair", "scatter"]
@@ -163,8 +164,8 @@ def scatter(
 
     ``sizes`` are read on ``src``; ``None`` divides as evenly as possible. Off ``src`` any tensor may
     stand for None; it is ignored, as in ``broadcast``, and its gradient is zero. When ``src`` cuts
-    a nest, the others pass a nest of the same structure. Under ``torch.compile`` every rank gives
-    ``sizes``, and those off ``src`` a tensor with the other dimensions of the one on ``src``.
+    a nest, the others pass a nest of the same structure. Under ``torch.compile`` those off ``src``
+    pass a tensor with the dtype and the other dimensions of the one on ``src``.
 
     Cost: one collective each way, and one exchange in which ``src`` tells shape and dtype.
     """
@@ -184,16 +185,14 @@ def scatter(
         return leaves, partition_for(call, leaves, dims, sizes)
 
     leaves, partition = check_for_all(call, "scatter", x, check, exchanged=call.size > 1)
-    if has_only_shapes(leaves) and (call.size == 1 or _is_known(leaves, sizes)):
-        if not here:
-            leaves, dims = leaves.along("scatter", dim)
-            leaves = Leaves(
-                [t.narrow(d, 0, 0) for t, d in zip(leaves.tensors, dims, strict=True)], leaves.frame
-            )
-            partition = Partition(dims, (given_sizes("scatter", call, sizes),) * len(dims))
-    elif call.size > 1:
-        rows = exchange(call, "scatter", leaves, partition.dims, partition.sizes, root)
-        specs = _specs_of_src(call, leaves, rows, root)
+    known = _is_known(leaves, sizes)
+    if call.size == 1:
+        pass
+    elif torch.compiler.is_compiling() or (has_only_shapes(leaves) and known):
+        given = given_sizes("scatter", call, sizes)[call.rank] if known else None
+        leaves, partition = _in_graph(call, leaves, partition, root, dim, given)
+    else:
+        specs = specs_of_src(call, leaves, partition.dims, partition.sizes, root)
         if not here:
             leaves = _ignored(call, leaves, specs)
             partition = Partition(
@@ -217,32 +216,30 @@ def _only(rank: int, ranks: int, amount: int) -> tuple[int, ...]:
     return tuple(amount if other == rank else 0 for other in range(ranks))
 
 
-def _specs_of_src(call: Call, leaves: Leaves, rows: Exchange, src: int) -> tuple[TensorSpec, ...]:
-    """What src cuts, once every rank agrees that it is src. Other ranks' tensors are ignored."""
-    ranks = rows.decoded()
-    if any(args.operation != "scatter" or args.root != src for args in ranks):
-        raise pieces_differ(call, leaves, ranks, free=True)
-    return _with_structure(ranks, src)
-
-
-def _with_structure(ranks: Sequence[RankArgs], src: int) -> tuple[TensorSpec, ...]:
-    cut = ranks[src]
-    if cut.names:
-        odd = {
-            rank: "passed none" if not args.tensors else "another structure"
-            for rank, args in enumerate(ranks)
-            if (len(args.tensors), args.names) != (len(cut.tensors), cut.names)
-        }
-        if odd:
-            raise TensorError(
-                rank_table(
-                    "scatter: src cuts a nest, whose structure every rank must know.",
-                    [f"{len(args.tensors)} tensors" for args in ranks],
-                    odd,
-                    "Pass a nest of the same structure on the other ranks.",
-                )
-            )
-    return cut.tensors
+def _in_graph(  # noqa: PLR0917
+    call: Call, leaves: Leaves, partition: Partition, src: int, dim: object, given: int | None
+) -> tuple[Leaves, Partition]:
+    """What a rank passes and gets, in a graph or by shapes alone: its dtypes and other dimensions
+    are those of what it was given.
+    """
+    if not leaves.tensors:
+        raise ModeError(
+            "scatter: under torch.compile x is a tensor on every rank.\n"
+            "Give a tensor with the dtype and the other dimensions of the one on src."
+        )
+    amounts: list[int] = []
+    if torch.compiler.is_compiling():
+        amounts = amounts_of_src(call, leaves, partition, src)
+    if call.rank == src:
+        return leaves, partition
+    if given is not None:
+        if any(lengths_differ(amount, given) for amount in amounts):
+            raise SizesError("scatter: sizes= differ from src's.\nGive every rank the same sizes.")
+        amounts = [given] * len(leaves.tensors)
+    leaves, dims = leaves.along("scatter", dim)
+    empty = [t.narrow(d, 0, 0) for t, d in zip(leaves.tensors, dims, strict=True)]
+    sizes = tuple(_only(call.rank, call.size, amount) for amount in amounts)
+    return Leaves(empty, leaves.frame), Partition(dims, sizes)
 
 
 def _ignored(call: Call, leaves: Leaves, specs: Sequence[TensorSpec]) -> Leaves:
@@ -261,6 +258,12 @@ def _ignored(call: Call, leaves: Leaves, specs: Sequence[TensorSpec]) -> Leaves:
     return Leaves(fresh, None)
 
 
+def _ends(call: Call, partition: Partition, root: int) -> Ends:
+    joined = partition.totals() if call.rank == root else [0] * len(partition.dims)
+    return partition.lengths(call.rank), joined
+
+
+@makes_pair("gather", _ends)
 def gather_pair(call: Call, partition: Partition, root: int) -> AdjointPair:
     """Gather <-> scatter. Off ``root`` only the own sizes are used."""
     here = call.rank == root

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from allgrad._autograd.adjoint_pair import AdjointPair
-from allgrad._core.partition import Partition, linked_zeros, unpack
+from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
+from allgrad._core.partition import Partition, unpack
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import check_grad, check_rank, describe
 from allgrad.collectives._sizes import held_pieces
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from allgrad._autograd.adjoint_pair import Ends
     from allgrad._wire.calls import Call
     from allgrad.types import GroupLike, Handle, Nest, Sizes, SumOrNone
 
@@ -80,7 +81,7 @@ def permute(
     leaves, partition = held_pieces(call, x, dim, sizes)
     return leaves.run_parts(
         partition,
-        lambda part: permute_pair(call, to, part),
+        lambda part: permute_pair(call, part, *to),
         stop=stop,
         async_op=async_op,
     )
@@ -141,19 +142,26 @@ def shift(
     stop = check_grad("shift", grad)
     if isinstance(offset, bool) or not isinstance(offset, int):
         raise InputError(f"shift: offset={offset!r} is not a whole number.\nGive ranks to move on.")
-    ends = ((rank, rank + offset) for rank in range(call.size))
-    to = {a: b % call.size for a, b in ends if wrap or 0 <= b < call.size}
+    ends = [rank + offset for rank in range(call.size)]
+    to = [end % call.size if wrap or 0 <= end < call.size else -1 for end in ends]
     leaves, partition = held_pieces(call, x, dim, sizes, "permute")
     return leaves.run_parts(
         partition,
-        lambda part: permute_pair(call, to, part),
+        lambda part: permute_pair(call, part, *to),
         stop=stop,
         async_op=async_op,
     )
 
 
-def permute_pair(call: Call, to: Mapping[int, int], partition: Partition) -> AdjointPair:
-    """Pieces to where ``to`` says <-> pieces back."""
+def _ends(call: Call, partition: Partition, *to: int) -> Ends:
+    source = to.index(call.rank) if call.rank in to else call.rank
+    return partition.lengths(call.rank), partition.lengths(source)
+
+
+@makes_pair("permute", _ends)
+def permute_pair(call: Call, partition: Partition, *destinations: int) -> AdjointPair:
+    """Pieces from each rank to its destination, or nowhere if that is -1 <-> pieces back."""
+    to = {a: b for a, b in enumerate(destinations) if b >= 0}
     back = {b: a for a, b in to.items()}
     arriving = (
         tuple(s[back.get(rank, rank)] for rank in range(call.size)) for s in partition.sizes
@@ -175,7 +183,7 @@ def permute_pair(call: Call, to: Mapping[int, int], partition: Partition) -> Adj
         sent = partition.pack_own(xs) if call.rank in to else partition.pack_none(xs)
         got = wire.all_to_all(call, sent, send, receive)
         shapes = result.shapes(xs, call.rank)
-        return unpack(got, shapes) if call.rank in back else [linked_zeros(got, s) for s in shapes]
+        return unpack(got, shapes) if call.rank in back else [got.new_zeros(s) for s in shapes]
 
     return AdjointPair(
         "permute",
@@ -185,15 +193,16 @@ def permute_pair(call: Call, to: Mapping[int, int], partition: Partition) -> Adj
     )
 
 
-def _destinations(name: str, call: Call, pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
-    to: dict[int, int] = {}
+def _destinations(name: str, call: Call, pairs: Iterable[tuple[int, int]]) -> list[int]:
+    """Where each rank sends to; -1 for nowhere."""
+    to = [-1] * call.size
     for entry in pairs:
         if not isinstance(entry, (tuple, list)) or len(entry) != 2:
             raise InputError(f"{name}: {entry!r} is not a (from, to) pair.\nGive pairs of call.")
         a = check_rank(name, call, "from", entry[0])
         b = check_rank(name, call, "to", entry[1])
-        if a in to or b in to.values():
-            twice = f"rank {a} sends" if a in to else f"rank {b} receives"
+        if to[a] >= 0 or b in to:
+            twice = f"rank {a} sends" if to[a] >= 0 else f"rank {b} receives"
             raise GroupError(
                 f"{name}: {twice} twice.\nGive each rank at most one to send to and one to receive from."
             )

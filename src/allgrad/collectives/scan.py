@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from allgrad._autograd.adjoint_pair import AdjointPair
+from allgrad._autograd.adjoint_pair import AdjointPair, makes_pair
 from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
-from allgrad._core.partition import Partition, linked_zeros, pack_flat, unpack_like
+from allgrad._core.partition import Partition, pack_flat, unpack_like
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import check_grad, describe, take_leaves
 from allgrad.collectives.all_gather import gather_pair
@@ -120,6 +120,7 @@ def _of_nothing(reduction: reductions.Reduction, no_rows: Tensor) -> Tensor:
     return nothing + no_rows.sum(0, dtype=no_rows.dtype)
 
 
+@makes_pair("scan")
 def _prefix_pair(call: Call, exclusive: bool) -> AdjointPair:
     def sums(xs: Sequence[Tensor], step: int) -> list[Tensor]:
         return unpack_like(_prefix(call, pack_flat(xs), step, exclusive), xs)
@@ -145,4 +146,4 @@ def _from_distance(call: Call, flat: Tensor, distance: int) -> Tensor:
     receive = [n if rank == source else 0 for rank in range(call.size)]
     sent = flat if any(send) else flat[:0]
     got = wire.all_to_all(call, sent, send, receive) if call.size > 1 else flat.new_empty(0)
-    return got if any(receive) else linked_zeros(got, (n,))
+    return got if any(receive) else flat.new_zeros(n)

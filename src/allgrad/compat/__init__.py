@@ -1,4 +1,4 @@
-"""Other libraries' functions by their own names and signatures, made of ours.
+"""Functions of other libraries under their own names and signatures, made of ours.
 
 Imports everything below: ``collectives``, ``devices``, ``module_state``.
 """

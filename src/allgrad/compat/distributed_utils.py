@@ -1,8 +1,8 @@
 """The helpers of ``torch.distributed.utils``, under their names and signatures.
 
-Each is a few lines over the real thing in :mod:`allgrad.module_state`, :mod:`allgrad.containers.nests`
-and :mod:`allgrad.containers.call_arguments`. Where the original is silently wrong its docstring here says
-what is exact instead; errors are allgrad's own, with a table of what every rank had.
+Each is a few lines over :mod:`allgrad.module_state`, :mod:`allgrad.containers.nests` and
+:mod:`allgrad.containers.call_arguments`. Where the original is silently wrong, the docstring here
+tells what happens instead; errors are allgrad's, with a table of what every rank had.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MIB = 2**20
 
 
 def _pack_kwargs(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """All values, the keyword ones last, and their keys."""
+    """All values, keyword arguments last, and the keys."""
     keys, flat = pack_call(args, kwargs)
     return flat, keys
 
@@ -44,16 +44,16 @@ def _pack_kwargs(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], tuple[str,
 def _unpack_kwargs(
     flat_args: tuple[Any, ...], kwarg_keys: tuple[str, ...]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments that ``_pack_kwargs`` packed. A key given twice raises, as no call has one."""
+    """Undo ``_pack_kwargs``. A key given twice raises: no call has one."""
     return unpack_call(kwarg_keys, flat_args)
 
 
 def _cast_forward_inputs(
     dtype: torch.dtype | None, *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with floating-point tensors in ``dtype``; a tensor given twice stays one.
+    """The arguments with floating-point tensors in ``dtype``; a tensor given twice is cast once.
 
-    An integer ``dtype`` raises, since it would cut values and gradients.
+    An integer ``dtype`` raises: it would truncate values and has no gradient.
     """
     return cast_call(args, kwargs, dtype)
 
@@ -63,10 +63,10 @@ def _recursive_to(
     target_device: torch.device,
     use_side_stream_for_tensor_copies: bool,  # noqa: ARG001
 ) -> list[Any] | tuple[Any]:
-    """The inputs on the device, as the only element of a list (of a tuple, for one tensor).
+    """The inputs on the device, as the only element of a list (of a tuple, for a single tensor).
 
-    Copies run on the current stream, which gives the same values with or without a side stream.
-    Dicts of any kind, dataclasses and nested containers are moved too.
+    Copies run on the current stream, whatever the last argument; the values are the same.
+    Dicts of any type, dataclasses and nested containers are moved too.
     """
     moved = map_tensors(lambda tensor: tensor.to(target_device), inputs)
     return (moved,) if isinstance(inputs, (Tensor, PackedSequence)) else [moved]
@@ -78,7 +78,7 @@ def _to_kwargs(
     target_device: torch.device,
     use_side_stream_for_tensor_copies: bool,
 ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
-    """Both on the device, each in a tuple of one; empty tuples when there is nothing to move."""
+    """Both on the device, each in a tuple of length 1; empty tuples if there is nothing to move."""
     if not inputs and not kwargs:
         return (), ()
     side_stream = use_side_stream_for_tensor_copies
@@ -90,14 +90,14 @@ def _to_kwargs(
 def _apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
     """The container with ``fn(tensor)`` for each tensor.
 
-    The original drops the result for a ``PackedSequence``, turns any dict into a plain one and
-    runs ``fn`` twice on a tensor held twice; here results and types are kept, once for each.
+    The original drops the result for a ``PackedSequence``, turns every dict into a plain ``dict`` and
+    runs ``fn`` twice on a tensor held twice; here results and types are kept, and ``fn`` runs once.
     """
     return map_tensors(fn, container)
 
 
 def _p_assert(cond: Any, s: str, raise_assertion_error: bool = True) -> None:
-    """An assertion that also prints its message and stack, for where exceptions are swallowed."""
+    """An assertion that also prints its message and stack, where exceptions may be lost."""
     if not cond:
         print(s)  # noqa: T201
         traceback.print_stack()
@@ -106,19 +106,19 @@ def _p_assert(cond: Any, s: str, raise_assertion_error: bool = True) -> None:
 
 
 def _alloc_storage(tensor: Tensor, size: torch.Size) -> bool:
-    """Take memory for ``size`` again; tell whether there was none.
+    """Allocate memory for ``size`` again; tell whether there was none.
 
-    The original hands out memory too small for the tensor's shape, to be read past its end; here
-    that raises.
+    The original accepts a size too small for the shape of the tensor, which is then read past its
+    end; here that raises.
     """
     return restore_storage(tensor, size)
 
 
 def _free_storage(tensor: Tensor) -> bool:
-    """Give the tensor's memory back; tell whether there was any.
+    """Free the memory of the tensor; tell whether there was any.
 
-    The original frees memory that other tensors still use when the tensor lies at its beginning;
-    here that raises.
+    The original frees memory that other tensors still use, if the tensor is at its beginning; here
+    that raises.
     """
     return free_storage(tensor)
 
@@ -135,13 +135,13 @@ def _verify_param_shape_across_processes(
 ) -> None:
     """Raise ``StateMismatch``, a ``RuntimeError``, unless all ranks have these shapes and strides.
 
-    Every rank raises, the first one too, with what each had; dtypes are compared as well.
+    Every rank raises, rank 0 too, with a table of what each had; dtypes are compared too.
     """
-    looks: dict[str, Any] = {}
+    specs: dict[str, Any] = {}
     for number, tensor in enumerate(tensors):
-        looks[f"params[{number}]"] = torch.empty_like(tensor, device="meta")
-        looks[f"params[{number}].stride()"] = str(tuple(tensor.stride()))
-    verify(looks, group=process_group)
+        specs[f"params[{number}]"] = torch.empty_like(tensor, device="meta")
+        specs[f"params[{number}].stride()"] = str(tuple(tensor.stride()))
+    verify(specs, group=process_group)
 
 
 def _sync_module_states(  # noqa: PLR0917
@@ -154,8 +154,8 @@ def _sync_module_states(  # noqa: PLR0917
 ) -> None:
     """Give every rank the parameters and buffers of ``src``; see :func:`allgrad.module_state.sync`.
 
-    The original trusts that all ranks hold the same shapes, and writes garbage or aborts where
-    they do not; here every rank raises before any value moves.
+    The original assumes that all ranks hold the same shapes, and writes garbage or aborts if they
+    do not; here every rank raises before any value is sent.
     """
     state: dict[str, Tensor] = dict(module.named_parameters())
     if broadcast_buffers:
@@ -179,12 +179,12 @@ def _replace_by_prefix(state_dict: dict[str, Any], old_prefix: str, new_prefix: 
     """Replace a prefix in the keys, in place.
 
     The original overwrites an entry that already has the new name, moves renamed keys to the end
-    and leaves ``_metadata`` behind; here a clash raises, order stays, versions move along.
+    and does not rename ``_metadata``; here a clash raises, the order stays, versions are renamed.
     """
     rename_prefix(state_dict, old_prefix, new_prefix)
 
 
 def _get_root_modules(modules: list[nn.Module]) -> list[nn.Module]:
-    """Those modules that lie in no other of the list."""
+    """The modules that are not inside another module of the list."""
     inner = {child for module in modules for child in module.modules() if child is not module}
     return [module for module in modules if module not in inner]

@@ -1,6 +1,6 @@
-"""What ``torch.nn.parallel`` offers between the devices of one process, on CPU devices too.
+"""The functions of ``torch.nn.parallel`` between the devices of one process, on CPU devices too.
 
-A program changes its import line, and keeps its calls::
+A program changes its import line and keeps its calls::
 
     from torch.nn.parallel._functions import Broadcast, Gather, ReduceAddCoalesced, Scatter
     from torch.nn.parallel.scatter_gather import gather, scatter, scatter_kwargs
@@ -10,9 +10,9 @@ become::
     from allgrad.compat.nn_parallel import Broadcast, Gather, ReduceAddCoalesced, Scatter
     from allgrad.compat.nn_parallel import gather, scatter, scatter_kwargs
 
-Two things differ, where the originals go wrong without a word: tensors of one call that are cut
-into different numbers of chunks raise instead of losing the last ones, and a batch that is a
-dataclass is cut like any other nest instead of being handed whole to every device.
+Two things differ, where the originals are silently wrong: tensors of one call that would be split
+into different numbers of chunks raise, instead of losing the last chunks; and a batch that is a
+dataclass is split like any other nest, instead of being given whole to every device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from allgrad.errors import InputError, PieceMismatch
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from allgrad.devices.transfers import Device
+    from allgrad.devices import Device
 
 __all__ = [
     "Broadcast",
@@ -44,12 +44,12 @@ __all__ = [
 
 
 class Broadcast:
-    """Copies of the inputs for every device, device after device."""
+    """Copies of the inputs on every device, one device after another."""
 
     @staticmethod
     def apply(target_gpus: Sequence[Device], *inputs: Tensor) -> tuple[Tensor, ...]:
-        places = [_place(gpu) for gpu in target_gpus]
-        return tuple(x for copies in devices.broadcast(inputs, places) for x in copies)
+        targets = [_device(gpu) for gpu in target_gpus]
+        return tuple(x for copies in devices.broadcast(inputs, targets) for x in copies)
 
 
 class ReduceAddCoalesced:
@@ -59,11 +59,11 @@ class ReduceAddCoalesced:
     def apply(destination: Device | None, num_inputs: int, *grads: Tensor) -> tuple[Tensor, ...]:
         if num_inputs < 1 or len(grads) % num_inputs:
             raise InputError(
-                f"ReduceAddCoalesced: {len(grads)} tensors are not {num_inputs} for each device.\n"
-                "Give as many tensors for every device."
+                f"ReduceAddCoalesced: {len(grads)} tensors are not a multiple of {num_inputs}.\n"
+                "Give num_inputs tensors for every device."
             )
         groups = [grads[i : i + num_inputs] for i in range(0, len(grads), num_inputs)]
-        return devices.reduce_add(groups, _place(destination))
+        return devices.reduce_add(groups, _device(destination))
 
 
 class Gather:
@@ -71,13 +71,13 @@ class Gather:
 
     @staticmethod
     def apply(target_device: Device | None, dim: int, *inputs: Tensor) -> Tensor:
-        return devices.gather(inputs, _place(target_device), dim=dim)
+        return devices.gather(inputs, _device(target_device), dim=dim)
 
 
 class Scatter:
-    """The input cut along ``dim``: into ``chunk_sizes``, or as ``torch.chunk`` cuts it.
+    """The input split along ``dim``: into ``chunk_sizes``, or as ``torch.chunk`` does.
 
-    Without ``chunk_sizes`` a short input makes fewer chunks than there are devices.
+    Without ``chunk_sizes``, a short input gives fewer chunks than there are devices.
     """
 
     @staticmethod
@@ -87,15 +87,15 @@ class Scatter:
         dim: int,
         input: Tensor,  # noqa: A002
     ) -> tuple[Tensor, ...]:
-        places = [_place(gpu) for gpu in target_gpus]
-        if chunk_sizes is None and places and isinstance(input, Tensor) and input.dim():
-            chunk_sizes = [c.shape[dim] for c in input.detach().chunk(len(places), dim)]
-            places = places[: len(chunk_sizes)]
-        return tuple(devices.scatter(input, places, sizes=chunk_sizes, dim=dim))
+        targets = [_device(gpu) for gpu in target_gpus]
+        if chunk_sizes is None and targets and isinstance(input, Tensor) and input.dim():
+            chunk_sizes = [c.shape[dim] for c in input.detach().chunk(len(targets), dim)]
+            targets = targets[: len(chunk_sizes)]
+        return tuple(devices.scatter(input, targets, sizes=chunk_sizes, dim=dim))
 
 
 def scatter(inputs: Any, target_gpus: Sequence[Device], dim: int = 0) -> Any:
-    """A tensor cut for the devices, as a tuple; or a list with a nest of cut tensors for each."""
+    """The pieces of a tensor, as a tuple; or a list with a nest of pieces for each device."""
     if isinstance(inputs, Tensor):
         return Scatter.apply(target_gpus, None, dim, inputs)
     calls, _ = _calls((inputs,), None, target_gpus, dim)
@@ -108,7 +108,7 @@ def scatter_kwargs(
     target_gpus: Sequence[Device],
     dim: int = 0,
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
-    """The arguments of one call cut into those of a call for each device; none of them, no calls."""
+    """The arguments of one call, split into those of a call for each device; ``()`` if there are none."""
     if not inputs and not kwargs:
         return (), ()
     return _calls(inputs, kwargs, target_gpus, dim)
@@ -116,14 +116,14 @@ def scatter_kwargs(
 
 def gather(outputs: Sequence[Any], target_device: Device | None, dim: int = 0) -> Any:
     """One nest from the devices' nests, their tensors joined along ``dim``; None stays None."""
-    taken = [flatten(output) for output in outputs]
-    if not taken:
+    flattened = [flatten(output) for output in outputs]
+    if not flattened:
         raise InputError("gather: outputs is empty.\nGive one output for each device.")
-    structure = taken[0][1]
-    for i, (leaves, other) in enumerate(taken):
+    structure = flattened[0][1]
+    for i, (leaves, other) in enumerate(flattened):
         if other != structure:
             raise PieceMismatch(
-                f"gather: all outputs are built alike.\n  0: {structure}\n"
+                f"gather: all outputs must have the same structure.\n  0: {structure}\n"
                 f"  {i}: {other}   <- differs from 0\nReturn the same containers on every device."
             )
         for leaf in leaves:
@@ -134,7 +134,7 @@ def gather(outputs: Sequence[Any], target_device: Device | None, dim: int = 0) -
                 )
     joined = [
         None if all(leaf is None for leaf in leaves) else Gather.apply(target_device, dim, *leaves)
-        for leaves in zip(*(leaves for leaves, _ in taken), strict=True)
+        for leaves in zip(*(leaves for leaves, _ in flattened), strict=True)
     ]
     return unflatten(structure, joined)
 
@@ -142,14 +142,14 @@ def gather(outputs: Sequence[Any], target_device: Device | None, dim: int = 0) -
 def _calls(
     args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, target_gpus: Sequence[Device], dim: int
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
-    def cut(x: Tensor) -> tuple[Tensor, ...]:
+    def split(x: Tensor) -> tuple[Tensor, ...]:
         return Scatter.apply(target_gpus, None, dim, x)
 
-    return scatter_call(args, kwargs, cut, parts=len(target_gpus))
+    return scatter_call(args, kwargs, split, parts=len(target_gpus))
 
 
-def _place(device: Device | None) -> Device:
-    """The device torch means: None is the current one, -1 the CPU."""
+def _device(device: Device | None) -> Device:
+    """The device that torch means: None is the current accelerator, -1 the CPU."""
     if device is None:
         return torch.accelerator.current_accelerator(check_available=True) or "cpu"
     return "cpu" if device == -1 else device

@@ -1,6 +1,6 @@
-"""What ``torch.distributed.nn.functional`` offers, with the exact gradient of every call.
+"""The functions of ``torch.distributed.nn.functional``, each with its exact gradient.
 
-A program changes its import line, and keeps its calls::
+A program changes its import line and keeps its calls::
 
     from torch.distributed.nn.functional import all_gather, reduce_scatter
 
@@ -9,10 +9,10 @@ becomes::
     from allgrad.compat.torch_distributed_nn import all_gather, reduce_scatter
 
 ``src`` and ``dst`` are global ranks and output arguments are filled, as in the original; ``group``
-may also be anything allgrad takes. docs/migrating.md lists where the originals' numbers differ.
+may also be any group that allgrad accepts. docs/migrating.md lists where the originals differ.
 
-A result requires grad on every rank, so that backward has everyone. Where that is not wanted,
-``grad="none"`` (or ``torch.no_grad()``) gives plain values, and ``grad="same"`` the own part only.
+A result requires grad on every rank, so that every rank takes part in backward. ``grad="none"`` (or
+``torch.no_grad()``) switches gradients off, and ``grad="same"`` keeps the own part only.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 
 
 def broadcast(tensor: Tensor, src: int, group: GroupLike = None, *, grad: Grad = "sum") -> Tensor:
-    """What ``src`` holds, on every rank."""
+    """The tensor of ``src``, on every rank."""
     root = _in_group("broadcast", group, src)[1]
     return ag.broadcast(tensor, root, group=group, grad=grad)
 
@@ -75,23 +75,24 @@ def all_gather(
     """A tuple of every rank's tensor; lengths may differ along the first dimension."""
     call = wire.resolve("all_gather", group)
     sizes = _sizes("all_gather", call, tensor)
-    return _apart(ag.all_gather(tensor, sizes=sizes, group=group, grad=grad), sizes, tensor)
+    return _split_pieces(ag.all_gather(tensor, sizes=sizes, group=group, grad=grad), sizes, tensor)
 
 
 def gather(tensor: Tensor, dst: int = 0, group: GroupLike = None) -> tuple[Tensor, ...]:
-    """On ``dst`` a tuple of every rank's tensor; on the others a tuple of zeros as large."""
+    """On ``dst`` a tuple of every rank's tensor; on other ranks a tuple of zeros of the same sizes."""
     call, root = _in_group("gather", group, dst)
     sizes = _sizes("gather", call, tensor)
     joined = ag.gather(tensor, root, sizes=sizes, group=group)
-    if call.rank != root:  # the empty piece keeps the zeros in the graph: backward needs everyone
+    if call.rank != root:
+        # The empty piece keeps the zeros in the graph, so that every rank takes part in backward.
         joined = torch.cat([joined, joined.new_zeros(sum(sizes), *joined.shape[1:])])
-    return _apart(joined, sizes, tensor)
+    return _split_pieces(joined, sizes, tensor)
 
 
 def scatter(tensors: Sequence[Tensor] | None, src: int = 0, group: GroupLike = None) -> Tensor:
     """On rank ``r``, tensor ``r`` of the list that ``src`` holds.
 
-    The others pass None, or a list that is not looked at and gets gradients of zero.
+    Other ranks pass None, or a list that is ignored and gets zero gradients.
     """
     call, root = _in_group("scatter", group, src)
     here = call.rank == root
@@ -130,7 +131,7 @@ def reduce_scatter(
 def _all_gather_base(
     output_tensor: Tensor, input_tensor: Tensor, group: GroupLike = None, *, grad: Grad = "sum"
 ) -> Tensor:
-    """Every rank's tensor, one after another: returned, and written into ``output_tensor``."""
+    """The tensors of all ranks, joined: returned, and written into ``output_tensor``."""
     call = wire.resolve("all_gather", group)
 
     def check() -> None:
@@ -148,9 +149,9 @@ def all_to_all(
     input_tensor_list: Sequence[Tensor],
     group: GroupLike = None,
 ) -> tuple[Tensor, ...]:
-    """Tensor ``r`` of the inputs to rank ``r``. The outputs become what arrives, and are returned.
+    """Send tensor ``r`` of the inputs to rank ``r``; the received tensors are written into the outputs.
 
-    They are part of the graph afterwards, as in the original; sizes may differ.
+    The outputs are returned and are part of the graph, as in the original; sizes may differ.
     """
     call = wire.resolve("all_to_all", group)
 
@@ -173,9 +174,9 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> Tensor:
-    """Block ``r`` of ``input`` to rank ``r``; the blocks returned, and written into ``output``.
+    """Send block ``r`` of ``input`` to rank ``r``; the received blocks are written into ``output``.
 
-    Split sizes count along the first dimension; None or an empty list makes equal blocks.
+    Split sizes are along the first dimension; None or an empty list means equal blocks.
     """
     call = wire.resolve("all_to_all", group)
 
@@ -193,7 +194,7 @@ def all_to_all_single(
 
 
 def _in_group(op: str, group: GroupLike, global_rank: int) -> tuple[Call, int]:
-    """The group, and where in it the process stands that the whole world calls ``global_rank``."""
+    """The call, and the rank within its group of the process with this global rank."""
     call = wire.resolve(op, group)
     members = [0] if call.group.process_group is None else call.group.members
     if global_rank not in members:
@@ -205,7 +206,7 @@ def _in_group(op: str, group: GroupLike, global_rank: int) -> tuple[Call, int]:
 
 
 class _Fill(torch.autograd.Function):
-    """Results written into memory the caller owns, which then is the result in the graph."""
+    """Writes results into memory of the caller, which becomes the result in the graph."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Sequence[Tensor], *results: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
@@ -224,8 +225,8 @@ def _fill(outputs: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[Tensor,
     return filled
 
 
-def _apart(joined: Tensor, sizes: Sequence[int], like: Tensor) -> tuple[Tensor, ...]:
-    # Unlike views of one tensor, these may be changed in place (test_pieces_can_be_changed_in_place).
+def _split_pieces(joined: Tensor, sizes: Sequence[int], like: Tensor) -> tuple[Tensor, ...]:
+    # Unlike views of one tensor, these can be changed in place (test_pieces_can_be_changed_in_place).
     pieces = torch.unsafe_split_with_sizes(joined, list(sizes))
     return tuple(piece if like.dim() else piece.reshape(()) for piece in pieces)
 
@@ -236,7 +237,7 @@ def _sizes(op: str, call: Call, tensor: Tensor) -> tuple[int, ...]:
 
 
 def _agreed(op: str, call: Call, x: object, check: Callable[[], Any]) -> Any:
-    """The check's result. Its error goes to the ranks that wait in the exchange to come."""
+    """The result of the check. An error is sent to the ranks that wait in the next exchange."""
     return check_for_all(call, op, x, check, exchanged=call.size > 1)
 
 
@@ -250,7 +251,7 @@ def _require_same(op: str, call: Call, x: Tensor | list[Tensor]) -> None:
 def _exchange_blocks(
     call: Call, group: GroupLike, flat: Tensor, send: Sequence[int], expected: Sequence[int]
 ) -> Tensor:
-    """Blocks of a flat tensor, once every rank knows that all outputs fit what arrives."""
+    """Exchange blocks of a flat tensor, after every rank has checked that all outputs fit."""
     leaves = take_leaves("all_to_all", flat)
     rows = exchange(call, "all_to_all", leaves, (0,), [send])
     amounts = rows.amounts()
@@ -271,7 +272,7 @@ def _exchange_blocks(
 
 
 def _elements(call: Call, x: Tensor, split: Sequence[int] | None, name: str) -> list[int]:
-    """How many elements of ``x`` belong to each rank."""
+    """The number of elements of ``x`` for each rank."""
     rows = x.shape[0] if x.dim() else 1
     sizes = divide("all_to_all", call, rows, split or "equal", name)
     return [size * (x.numel() // max(rows, 1)) for size in sizes]

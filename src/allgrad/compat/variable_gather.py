@@ -1,9 +1,9 @@
-"""The gather of unequal pieces found in many repositories, exact and without padding.
+"""The gather of unequal pieces found in many repositories, with exact gradients and no padding.
 
 The calls are those of ``distributed.py`` in gigagan-pytorch, x-clip, st-moe-pytorch and
-soft-moe-pytorch. Those give a rank the gradient of its own loss alone and drop what the other
-ranks' losses owe to its piece; here all of it arrives. ``grad="same"`` keeps the own part only, for
-when every rank computes the same loss and it counts once.
+soft-moe-pytorch. There a rank gets the gradient of its own loss only, without the gradients of the
+other ranks' losses with respect to its piece; here it gets the sum of all. ``grad="same"`` keeps the
+own part only, for a loss that is the same on every rank.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def all_gather(
     group: GroupLike = None,
     grad: Grad = "sum",
 ) -> tuple[Tensor, Tensor | None]:
-    """All pieces joined along ``dim``, and their lengths by rank; one rank alone gets ``(t, None)``.
+    """All pieces joined along ``dim``, and their lengths by rank; in a world of one, ``(t, None)``.
 
-    The lengths are a tensor to pass as ``sizes`` to the next call, which then exchanges none.
+    The lengths are a tensor; given as ``sizes`` to the next call, they save the size exchange.
     """
     check_grad("all_gather", grad, same=True)
     if wire.resolve("all_gather", group).size == 1:
@@ -53,9 +53,9 @@ def all_gather_variable_dim(
     group: GroupLike = None,
     grad: Grad = "sum",
 ) -> tuple[Tensor, Tensor | None]:
-    """The same; a process group of one rank tells its length too, and without one it is None.
+    """The same; a process group of one rank also returns its length, no process group returns None.
 
-    The original has no gradient: ``grad="none"`` keeps that.
+    The original has no gradient: ``grad="none"`` gives the same.
     """
     ranks = wire.resolve("all_gather", group)
     if ranks.group.process_group is None:
@@ -74,7 +74,7 @@ class AllGather(nn.Module):
     """:func:`all_gather_variable_dim` as a module."""
 
     def __init__(self, *, dim: int = 0, group: GroupLike = None, grad: Grad = "sum") -> None:
-        """Gather along ``dim``, over ``group``, with that meaning of the gradient."""
+        """Gather along ``dim`` over ``group``, with the gradient that ``grad`` names."""
         super().__init__()
         check_grad("AllGather", grad, same=True)
         self.dim, self.group, self.grad = dim, group, grad
@@ -87,9 +87,9 @@ class AllGather(nn.Module):
 
 
 def pad_dim_to(t: Tensor, length: int, dim: int = 0) -> Tensor:
-    """The tensor with zeros after its end along ``dim``, up to ``length``.
+    """The tensor padded with zeros at the end of ``dim``, up to ``length``.
 
-    The original cuts off what is longer; here that raises.
+    The original truncates a longer tensor; here that raises.
     """
     leaves, (dim,) = take_leaves("pad_dim_to", t).along("pad_dim_to", dim)
     (vector,) = leaves.tensors
@@ -97,7 +97,7 @@ def pad_dim_to(t: Tensor, length: int, dim: int = 0) -> Tensor:
     if missing < 0:
         raise InputError(
             f"pad_dim_to: length={length}, but dim {dim} of shape {tuple(vector.shape)} is longer.\n"
-            "Give a length that holds all of it, or cut it with narrow."
+            "Give a larger length, or shorten the tensor with narrow."
         )
     padding = [*vector.shape[:dim], missing, *vector.shape[dim + 1 :]]
     return torch.cat([vector, vector.new_zeros(padding)], dim)

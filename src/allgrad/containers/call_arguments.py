@@ -1,4 +1,4 @@
-"""The arguments of a call, ``(args, kwargs)``: packed into one tuple, moved, cast, split over devices."""
+"""The arguments of a call, ``(args, kwargs)``: pack into one tuple, move, cast, split over devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["cast_call", "move_call", "pack_call", "scatter_call", "unpack_call"]
 
 
 def pack_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[str, ...], Args]:
-    """Lay a call's arguments in one flat tuple, the keyword ones last, and keep their keys.
+    """Put the arguments of a call into one flat tuple, keyword arguments last; also return the keys.
 
     (1, 2), {"a": 3, "b": 4}   --->   ("a", "b")   and   (1, 2, 3, 4)
     """
@@ -31,7 +31,7 @@ def pack_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[str
 
 
 def unpack_call(keys: Sequence[str], flat: Sequence[Any]) -> tuple[Args, Kwargs]:
-    """The call that :func:`pack_call` packed: the last values belong to ``keys``, the rest are positional."""
+    """Undo :func:`pack_call`: the last values belong to ``keys``, the others are positional."""
     if len(keys) > len(flat):
         raise InputError(
             f"unpack_call: {len(keys)} keys need as many values; {len(flat)} were given.\n"
@@ -46,9 +46,9 @@ def unpack_call(keys: Sequence[str], flat: Sequence[Any]) -> tuple[Args, Kwargs]
 def move_call(
     args: Sequence[Any], kwargs: Mapping[str, Any] | None, device: torch.device | str | int
 ) -> tuple[Args, Kwargs]:
-    """A call with all its tensors on ``device``; a tensor already there is passed on itself.
+    """The arguments with all tensors on ``device``; a tensor that is already there is not copied.
 
-    Gradients flow back to where each tensor was.
+    Gradients are moved back to the device of each tensor.
     """
     return _map_call(lambda tensor: tensor.to(device), args, kwargs)
 
@@ -56,13 +56,13 @@ def move_call(
 def cast_call(
     args: Sequence[Any], kwargs: Mapping[str, Any] | None, dtype: torch.dtype | None
 ) -> tuple[Args, Kwargs]:
-    """A call with its floating-point tensors in ``dtype``; None leaves them as they are.
+    """The arguments with floating-point tensors in ``dtype``; None leaves them as they are.
 
-    Integer, bool and complex tensors are passed on themselves, and so are those already in
-    ``dtype``. A tensor that required grad still does: its gradient comes back in its own dtype.
+    Integer, bool and complex tensors are returned as they are, and so are tensors already in
+    ``dtype``. The cast is differentiable: a gradient has the dtype of the original tensor.
     """
     if dtype is not None and not dtype.is_floating_point:
-        raise InputError(f"cast_call: dtype must be a floating-point one, not {dtype}.")
+        raise InputError(f"cast_call: dtype must be a floating-point dtype, not {dtype}.")
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
@@ -77,26 +77,26 @@ def scatter_call(
     *,
     parts: int,
 ) -> tuple[tuple[Args, ...], tuple[Kwargs, ...]]:
-    """Split one call into a call for each device: the tensors by ``scatter``, all else repeated.
+    """Split one call into a call for each device: ``scatter`` splits tensors, the rest is repeated.
 
         f([a b c], mask={"m": [p q r]}, k=3)   --->   f([a], mask={"m": [p]}, k=3)
                                                       f([b], mask={"m": [q]}, k=3)
                                                       f([c], mask={"m": [r]}, k=3)
 
-    There are as many calls as ``scatter`` makes of each tensor, at most ``parts``: a batch too
-    short for all devices uses fewer. Tensors that disagree raise, since a part would be lost.
-    A call without tensors is repeated ``parts`` times. Both results have the same length, filled
-    with ``()`` or ``{}``.
+    The number of calls is the number of pieces that ``scatter`` makes of each tensor, at most
+    ``parts``: a batch that is too short for all devices uses fewer. Tensors with different numbers
+    of pieces raise, since a piece would be lost. A call without tensors is repeated ``parts``
+    times. Both results have the same length; missing arguments are ``()`` or ``{}``.
     """
     if parts < 1:
         raise InputError(f"scatter_call: parts must be at least 1, not {parts}.")
     call = _call(args, kwargs)
     if any(isinstance(node, PackedSequence) for node in nodes(call)):
         raise InputError(
-            "scatter_call: a PackedSequence cannot be split, its rows belong to several sequences.\n"
-            "Scatter the padded batch, and pack on each device."
+            "scatter_call: a PackedSequence cannot be split: its rows belong to several sequences.\n"
+            "Scatter the padded batch, and pack it on each device."
         )
-    pieces: list[Sequence[Tensor]] = []  # of each tensor, in the order map_tensors visits them
+    pieces: list[Sequence[Tensor]] = []  # of each tensor, in the order in which map_tensors visits
 
     def scatter_one(tensor: Tensor) -> Tensor:
         pieces.append(scatter(tensor))
@@ -127,7 +127,7 @@ def _same_count(pieces: list[Sequence[Tensor]], parts: int) -> int:
 def _map_call(
     fn: Callable[[Tensor], Tensor], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> tuple[Args, Kwargs]:
-    # Together, so that a tensor given twice is one tensor afterwards.
+    # In one call, so that a tensor given twice is one tensor afterwards.
     return map_tensors(fn, _call(args, kwargs))
 
 

@@ -1,8 +1,8 @@
-"""The kinds of container a nest may be made of: how each is opened, and how it is put back.
+"""The container types of a nest: how each is flattened, and how it is rebuilt.
 
-optree knows the built-in ones. The others (sets, dataclasses, ``PackedSequence``, subclasses of the
-built-in ones) join optree's registry in a namespace of ours when a nest first shows one, so nobody
-else's trees change.
+optree knows the built-in types. Other types (sets, dataclasses, ``PackedSequence``, subclasses of
+the built-in types) are registered with optree when a nest first contains one, in a namespace of
+our own, so that other users of optree see no change.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import enum
 import functools
 import threading
 import warnings
+from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any
 
 import optree
@@ -28,23 +29,23 @@ from allgrad.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["NAMESPACE", "OpenNode", "learn_all", "nodes", "open_node", "register"]
+__all__ = ["NAMESPACE", "OpenNode", "nodes", "open_node", "register", "register_all"]
 
 NAMESPACE = "allgrad"
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _WRAPPERS = (collections.UserDict, collections.UserList)
-# These look like containers by inheritance, and are values.
+# Subclasses of containers that are values nevertheless.
 _VALUES = (Tensor, torch.nn.Module, enum.Enum, torch.Size)
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
-_learning = threading.Lock()
-_learned: set[type] = set()
+_registering = threading.Lock()
+_registered: set[type] = set()
 
 
 @dataclasses.dataclass(slots=True)
 class OpenNode:
-    """A container, opened: its children, and what it takes to close it around others."""
+    """A container flattened by one level: its children, and what is needed to rebuild it."""
 
     node: object
     children: list[Any]
@@ -53,29 +54,29 @@ class OpenNode:
     handler: Any
 
     def close(self, children: list[Any]) -> Any:
-        """A container like this one around ``children``; this very one if they are its own."""
+        """A container like this one that holds ``children``; the same object if they are unchanged."""
         if all(new is old for new, old in zip(children, self.children, strict=True)):
             return self.node
         return self.handler.unflatten_func(self.metadata, children)
 
     def name(self, child: int, parent: str) -> str:
-        """What a reader would type to reach a child: ``x['a']``, ``x[0]``, ``x.field``."""
+        """The Python expression for a child: ``x['a']``, ``x[0]``, ``x.field``."""
         kind = self.handler.path_entry_type
         entry = kind(self.entries[child], type(self.node), self.handler.kind)
         return str(entry.codify(parent))
 
 
 def open_node(node: object) -> OpenNode | None:
-    """Open a container by one level; None when ``node`` is a leaf."""
+    """Flatten a container by one level; None if ``node`` is a leaf."""
     cls = type(node)
     if cls in _ATOMS or isinstance(node, Tensor):
         return None
     handler = register_pytree_node.get(cls, namespace=NAMESPACE)
-    if handler is None and _learn(cls):
+    if handler is None and _register(cls):
         handler = register_pytree_node.get(cls, namespace=NAMESPACE)
     if handler is None:
         return None
-    # Only flattening needs an order, and a set may be mapped without one.
+    # Only flatten() needs an order; a set can be mapped without one.
     flatten = _open_set if isinstance(node, (set, frozenset)) else handler.flatten_func
     found, metadata, *rest = flatten(node)  # type: ignore[arg-type]
     children = list(found)
@@ -84,8 +85,8 @@ def open_node(node: object) -> OpenNode | None:
 
 
 def nodes(nest: object) -> Iterator[object]:
-    """Each distinct object of a nest once: containers and leaves, in no promised order."""
-    seen: dict[int, object] = {}  # the objects too, so that no id is used twice
+    """Every distinct object of a nest once, containers and leaves, in no particular order."""
+    seen: dict[int, object] = {}  # keeps the objects alive, so that ids stay unique
     waiting = [nest]
     while waiting:
         node = waiting.pop()
@@ -103,36 +104,36 @@ def register(
     flatten: Callable[[Any], tuple[Iterable[Any], Any]],
     unflatten: Callable[[Any, Sequence[Any]], Any],
 ) -> None:
-    """Teach allgrad a container type of yours.
+    """Register a container type of your own.
 
-        flatten(obj)              -> (children, rest)     rest: all that is no child, compared by ==
-        unflatten(rest, children) -> obj                  a new one, children in the same order
+        flatten(obj)              -> (children, rest)     rest: everything else, compared by ==
+        unflatten(rest, children) -> obj                  a new object, children in the same order
 
-    Types that optree knows globally need no second word here.
+    Types registered in optree's global namespace need no registration here.
     """
-    with _learning:
-        if cls in _learned:  # met in a nest before: what its owner says counts for more
+    with _registering:
+        if cls in _registered:  # registered automatically before; the explicit one wins
             unregister_pytree_node(cls, namespace=NAMESPACE)
-            _learned.discard(cls)
+            _registered.discard(cls)
         try:
             _add(cls, flatten, unflatten, optree.AutoEntry)
         except (TypeError, ValueError) as error:
-            raise InputError(f"register: {cls!r} cannot be taught: {error}") from error
+            raise InputError(f"register: {cls!r} cannot be registered: {error}") from error
 
 
-def learn_all(leaf_types: set[type]) -> bool:
-    """Whether some of what optree took for leaves are containers; it knows them from now on."""
-    return sum(map(_learn, leaf_types)) > 0
+def register_all(leaf_types: set[type]) -> bool:
+    """Register the container types among these types of leaves; tell whether there were any."""
+    return sum(map(_register, leaf_types)) > 0
 
 
-def _learn(cls: type) -> bool:
-    """Enter a type met in a nest into the registry. False: its objects are leaves."""
+def _register(cls: type) -> bool:
+    """Register a type found in a nest. False: its objects are leaves."""
     if cls in _ATOMS or issubclass(cls, _VALUES):
         return False
     if not (issubclass(cls, (*_CONTAINERS, *_WRAPPERS)) or dataclasses.is_dataclass(cls)):
         return False
-    with _learning:
-        if cls in _learned:  # another thread was first
+    with _registering:
+        if cls in _registered:  # another thread has just done it
             return True
         if issubclass(cls, dict):
             _add(cls, _open_mapping, _close_mapping, optree.MappingEntry)
@@ -144,18 +145,18 @@ def _learn(cls: type) -> bool:
             _add(cls, _open_set_in_order, _close_set, optree.FlattenedEntry)
         else:
             _add(cls, _open_attributes, _close_attributes, optree.GetAttrEntry)
-        _learned.add(cls)
+        _registered.add(cls)
     return True
 
 
 def _add(cls: type, opener: Any, closer: Any, entry: type[optree.PyTreeEntry]) -> None:
-    with warnings.catch_warnings():  # optree warns when a named tuple gets a meaning of its own
+    with warnings.catch_warnings():  # optree warns when a named tuple is registered
         warnings.simplefilter("ignore", UserWarning)
         register_pytree_node(cls, opener, closer, path_entry_type=entry, namespace=NAMESPACE)
 
 
 class _Kept:
-    """What a rebuilt container takes over from its model. Says nothing about its structure, so all are equal."""
+    """The container that a rebuilt one is modelled on. Not part of the structure, so all are equal."""
 
     __slots__ = ("model",)
 
@@ -172,8 +173,8 @@ class _Kept:
         return "..."
 
 
-# Subclasses of the built-in containers: a copy of the model, filled anew. copy.copy is what a class
-# can define for itself, and by default it does not run __init__.
+# Subclasses of the built-in containers are rebuilt as a copy of the model with new children. A class
+# can define copy.copy for itself, and by default it does not run __init__.
 
 
 def _open_mapping(items: dict[Any, Any]) -> tuple[list[Any], Any, tuple[Any, ...]]:
@@ -219,7 +220,7 @@ def _open_set_in_order(items: set[Any] | frozenset[Any]) -> tuple[list[Any], Any
     if len(holders) > 1:
         raise InputError(
             f"A set has no order, and this one holds {len(holders)} tensors: "
-            "which of them comes first would differ from rank to rank.\n"
+            "their order would differ from rank to rank.\n"
             "Put them in a list, a tuple or a dict."
         )
     others.sort(key=lambda item: (type(item).__qualname__, repr(item)))
@@ -230,7 +231,7 @@ def _close_set(cls: type, children: Iterable[Any]) -> Any:
     return cls(children)
 
 
-# Objects held together by attributes: dataclasses, and the wrappers of collections around ``.data``.
+# Objects with attributes: dataclasses, and UserDict and UserList with their ``.data``.
 
 
 def _open_attributes(holder: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
@@ -256,13 +257,10 @@ def _close_attributes(metadata: tuple[Any, tuple[str, ...], _Kept], children: It
 
 
 def _state(holder: Any) -> dict[str, Any]:
-    """The attributes of an object, in slots or not, without what was computed from others."""
-    state = object.__getstate__(holder)
-    parts = state if isinstance(state, tuple) else (state,)
-    found: dict[str, Any] = {}
-    for part in parts:
-        found |= part or {}
+    """The attributes of an object, with or without slots, except cached properties."""
     cls = type(holder)
+    slots = [name for base in cls.__mro__ for name in _slots(base) if hasattr(holder, name)]
+    found = {name: getattr(holder, name) for name in slots} | getattr(holder, "__dict__", {})
     return {
         name: value
         for name, value in found.items()
@@ -270,13 +268,19 @@ def _state(holder: Any) -> dict[str, Any]:
     }
 
 
+def _slots(cls: type) -> list[str]:
+    """The slots a class itself defines, private names in their mangled form."""
+    members = vars(cls).items() if "__slots__" in vars(cls) else ()
+    return [name for name, member in members if isinstance(member, MemberDescriptorType)]
+
+
 def _set_attributes(new: Any, attributes: dict[str, Any]) -> None:
     for name, value in attributes.items():
         object.__setattr__(new, name, value)  # frozen dataclasses too
 
 
-# PackedSequence: its data is the tensor; the index tensors say how to read it, and follow it to its
-# device. batch_sizes stays on the CPU, where torch requires it.
+# PackedSequence: its data is the tensor; the index tensors belong to the structure and are moved to
+# the device of the data. batch_sizes stays on the CPU, where torch requires it.
 
 
 class _Layout:
@@ -304,11 +308,14 @@ def _open_packed(packed: PackedSequence) -> tuple[tuple[Tensor], _Layout, tuple[
 def _close_packed(layout: _Layout, children: Iterable[Any]) -> PackedSequence:
     (data,) = children
 
-    def beside(index: Tensor | None) -> Tensor | None:
+    def to_data_device(index: Tensor | None) -> Tensor | None:
         return index.to(data.device) if index is not None and isinstance(data, Tensor) else index
 
     return PackedSequence(
-        data, layout.batch_sizes, beside(layout.sorted_indices), beside(layout.unsorted_indices)
+        data,
+        layout.batch_sizes,
+        to_data_device(layout.sorted_indices),
+        to_data_device(layout.unsorted_indices),
     )
 
 

@@ -1,11 +1,11 @@
-"""Nests of tensors: taken apart, mapped and put back.
+"""Nests of tensors: flatten, map, unflatten.
 
 A nest is a tensor, or any mix of dicts, lists, tuples, named tuples, deques, sets, dataclasses,
-``PackedSequence`` and types taught with :func:`register`, to any depth. Everything else in it is a
-leaf and is kept as it is.
+``PackedSequence`` and types registered with :func:`register`, to any depth. Everything else in it
+is a leaf and is kept as it is.
 
-The order of a nest is the same on every rank: dicts go by their sorted keys, whatever order they
-were filled in. What is built from a dict keeps the order it was filled in.
+The order of the leaves is the same on every rank: a dict is flattened by sorted keys, whatever its
+insertion order. A rebuilt dict keeps the insertion order of the original.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import optree
 from optree import PyTreeSpec as Structure
 from torch import Tensor
 
-from allgrad.containers.kinds import NAMESPACE, OpenNode, learn_all, open_node, register
+from allgrad.containers.kinds import NAMESPACE, OpenNode, open_node, register, register_all
 from allgrad.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,28 +37,28 @@ _Nest = TypeVar("_Nest")
 
 
 def flatten(nest: object) -> tuple[list[Any], Structure]:
-    """Take a nest apart into its leaves and its structure.
+    """Flatten a nest into its leaves and its structure.
 
         {"b": x, "a": [y, 3]}   --->   [y, 3, x]   and   {'a': [*, *], 'b': *}
 
-    Structures are equal when the containers, their lengths and their keys are; leaves do not count.
+    Structures are equal when containers, lengths and keys are equal; leaves are not compared.
     """
     tree: optree.PyTree[Any] = nest  # type: ignore[assignment]
     while True:
         try:
             leaves, structure = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
         except RecursionError as error:
-            map_tensors(lambda tensor: tensor, nest)  # a cycle is named here
+            map_tensors(lambda tensor: tensor, nest)  # raises an error that names a cycle
             raise InputError(
                 f"This nest is too deep: more than {optree.MAX_RECURSION_DEPTH} containers "
                 "inside one another.\nFlatten its innermost levels before the call."
             ) from error
-        if not learn_all({type(leaf) for leaf in leaves}):
+        if not register_all({type(leaf) for leaf in leaves}):
             return leaves, structure
 
 
 def unflatten(structure: Structure, leaves: Iterable[object]) -> Any:
-    """Put leaves back into a structure; the inverse of :func:`flatten`."""
+    """Rebuild a nest from a structure and leaves; the inverse of :func:`flatten`."""
     leaves = list(leaves)
     if len(leaves) != structure.num_leaves:
         raise InputError(
@@ -74,56 +74,57 @@ def tensors(nest: object) -> list[Tensor]:
 
 
 class Frame:
-    """A nest with its tensors taken out. Call it with others, as many, to get the nest around them.
+    """A nest without its tensors. Call it with as many tensors to rebuild the nest around them.
 
-    Frames are equal when their structures are and tensors stand in the same places; the other
+    Frames are equal when their structures are equal and the same leaves are tensors; the other
     leaves may differ.
     """
 
-    __slots__ = ("_leaves", "_places", "structure")
+    __slots__ = ("_leaves", "_positions", "structure")
 
     def __init__(self, leaves: list[Any], structure: Structure) -> None:
-        """The frame of a flattened nest; the tensors among ``leaves`` are let go."""
+        """The frame of a flattened nest; it keeps no reference to the tensors among ``leaves``."""
         self.structure = structure
-        self._places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        self._positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def __call__(self, tensors: Sequence[object]) -> Any:
         """The nest around ``tensors``, given in the order of :func:`split_tensors`."""
-        if len(tensors) != len(self._places):
+        if len(tensors) != len(self._positions):
             raise InputError(
-                f"Tensors in this nest: {len(self._places)}; given: {len(tensors)}.\n"
+                f"Tensors in this nest: {len(self._positions)}; given: {len(tensors)}.\n"
                 f"  {self.structure}"
             )
         leaves = self._leaves.copy()
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
+        for position, tensor in zip(self._positions, tensors, strict=True):
+            leaves[position] = tensor
         return self.structure.unflatten(leaves)
 
     def names(self, nest: str = "x") -> list[str]:
-        """How to reach each tensor from the nest: ``["x['a'][0]", "x['b'].mask"]``.
+        """The Python expression for each tensor: ``["x['a'][0]", "x['b'].mask"]``.
 
-        The same text on every rank that holds the same nest.
+        Ranks that hold the same nest have the same names.
         """
         accessors = self.structure.accessors()
-        return [str(accessors[place].codify(nest)) for place in self._places]
+        return [str(accessors[position].codify(nest)) for position in self._positions]
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Frame)
-            and self._places == other._places
+            and self._positions == other._positions
             and self.structure == other.structure
         )
 
     def __hash__(self) -> int:
-        return hash((self._places, self.structure))
+        # TorchDynamo (2.11) asks for the hash of an object whose __init__ has not run yet.
+        return hash((getattr(self, "_positions", None), getattr(self, "structure", None)))
 
     def __repr__(self) -> str:
-        return f"Frame({len(self._places)} tensors in {self.structure})"
+        return f"Frame({len(self._positions)} tensors in {self.structure})"
 
 
 def split_tensors(nest: object) -> tuple[list[Tensor], Frame]:
-    """Take the tensors out of a nest, in its order, and keep the frame to put others in.
+    """Split a nest into its tensors, in order, and the frame around them.
 
     {"b": x, "a": [y, 3]}   --->   [y, x]   and   {"b": _, "a": [_, 3]}
     """
@@ -132,23 +133,23 @@ def split_tensors(nest: object) -> tuple[list[Tensor], Frame]:
 
 
 def map_tensors(fn: Callable[[Tensor], object], nest: _Nest) -> _Nest:
-    """The nest with ``fn(tensor)`` in the place of each tensor. The nest itself is left as it was.
+    """A nest with ``fn(tensor)`` instead of each tensor. The original is not changed.
 
         fn, {"b": x, "a": [y, x], "c": [3]}   --->   {"b": X, "a": [Y, X], "c": [3]}
 
-    - ``fn`` runs once for each tensor object: what was shared stays shared.
-    - A container in which nothing changed is returned itself, not a copy.
-    - Of a ``PackedSequence`` the data is mapped; its indices follow to the new data's device.
-    - Of a dataclass the fields are mapped; other attributes are kept, ``__init__`` is not run.
+    - ``fn`` runs once for each tensor object: a tensor held twice is one tensor afterwards.
+    - A container in which nothing changed is returned as it is, not copied.
+    - In a ``PackedSequence`` the data is mapped; its indices are moved to the device of the new data.
+    - In a dataclass the fields are mapped; other attributes are kept, ``__init__`` is not run.
 
     Any depth works. A container that holds itself raises :class:`~allgrad.errors.InputError`.
     """
-    done: dict[int, tuple[object, Any]] = {}  # the objects too, so that no id is used twice
+    done: dict[int, tuple[object, Any]] = {}  # keeps the objects alive, so that ids stay unique
     path: list[tuple[OpenNode, list[Any]]] = []  # the open containers, each with its new children
-    depths: dict[int, int] = {}  # where on the path each container was opened
+    depths: dict[int, int] = {}  # position on the path of each open container
     node: Any = nest
     while True:
-        # Go down to the first thing that has a result, ...
+        # Descend to the first node that has a result, ...
         while id(node) not in done:
             if id(node) in depths:
                 raise _cycle(path, depths[id(node)])
@@ -161,7 +162,7 @@ def map_tensors(fn: Callable[[Tensor], object], nest: _Nest) -> _Nest:
                 node = opened.children[0]
             else:
                 done[id(node)] = (node, node)
-        # ... hand it up, closing what it completes, ...
+        # ... pass it up, rebuild every container that is now complete, ...
         result = done[id(node)][1]
         while path:
             opened, results = path[-1]
@@ -173,20 +174,20 @@ def map_tensors(fn: Callable[[Tensor], object], nest: _Nest) -> _Nest:
             done[id(opened.node)] = (opened.node, result)
         if not path:
             return result  # type: ignore[no-any-return]
-        # ... and go on with the next child of the container still open.
+        # ... and continue with the next child of the innermost open container.
         opened, results = path[-1]
         node = opened.children[len(results)]
 
 
 def _cycle(path: list[tuple[OpenNode, list[Any]]], depth: int) -> InputError:
-    """The child now looked at, at the end of ``path``, is the container at ``depth`` again."""
+    """The error for a container that is reached again below itself."""
     names = ["x"]
     for opened, results in path:
         names.append(opened.name(len(results), names[-1]))
     return InputError(
         f"{_shortened(names[-1])} refers back to {_shortened(names[depth])}: "
-        "a nest of tensors must end somewhere.\n"
-        "Take this reference out before the call."
+        "a nest of tensors must not contain itself.\n"
+        "Remove this reference before the call."
     )
 
 

@@ -1,19 +1,19 @@
 """Contrastive losses over the pairs of all ranks: exact, ragged, never the whole score matrix.
 
-Imports ``collectives``, ``_wire``, ``_core`` and ``errors``.
+Imports ``collectives``, ``_wire``, ``types`` and ``errors``.
 """
 
 from allgrad.losses.clip import ClipLoss, clip_loss
-from allgrad.losses.grad_cache import cached_step
-from allgrad.losses.info_nce import InfoNCE, info_nce
+from allgrad.losses.grad_cache import grad_cache_step
+from allgrad.losses.info_nce import InfoNCELoss, info_nce_loss
 from allgrad.losses.siglip import SigLipLoss, siglip_loss
 
 __all__ = [
     "ClipLoss",
-    "InfoNCE",
+    "InfoNCELoss",
     "SigLipLoss",
-    "cached_step",
     "clip_loss",
-    "info_nce",
+    "grad_cache_step",
+    "info_nce_loss",
     "siglip_loss",
 ]

@@ -1,4 +1,4 @@
-"""From a call to a contrast: what the caller asks for, agreed between the ranks."""
+"""From the arguments of a public loss to the engine: handshake, options, tensors."""
 
 from __future__ import annotations
 
@@ -9,98 +9,102 @@ import torch
 from torch import Tensor
 
 from allgrad.errors import InputError
-from allgrad.losses._engine import Contrast, contrast
-from allgrad.losses._handshake import meet
-from allgrad.losses._key_blocks import Place
+from allgrad.losses._engine import LossConfig, contrastive_loss
+from allgrad.losses._handshake import exchange_args
+from allgrad.losses._key_blocks import KeyLayout
+from allgrad.losses._rank_args import GradNeeds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from allgrad._wire.primitives import GroupLike
-    from allgrad.types import Sizes
+    from allgrad.losses._kind import LossKind
+    from allgrad.types import GroupLike, Sizes
 
-__all__ = ["BUDGET", "Grads", "contrastive"]
+__all__ = ["BUDGET", "GradReduction", "global_loss"]
 
-Grads: TypeAlias = Literal["mean", "sum"]
+GradReduction: TypeAlias = Literal["mean", "sum"]
 
 BUDGET = 8 << 30
-_KEYS, _ANY = 1, 2
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def _eager(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Under torch.compile, run as it is between two compiled parts."""
+def _not_compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Under torch.compile, a graph break: the function runs eagerly."""
     return cast("Callable[_P, _T]", torch.compiler.disable(function))
 
 
-@_eager
-def contrastive(
-    call: str,
+@_not_compiled
+def global_loss(
+    name: str,
+    kind: LossKind,
     features: Mapping[str, Tensor | None],
-    numbers: Mapping[str, Tensor | float | None],
+    scalars: Mapping[str, Tensor | float | None],
     *,
-    kind: Literal["rows", "both", "sigmoid"],
     label_smoothing: float = 0.0,
-    grads: Grads,
+    grad_reduction: GradReduction,
     sizes: Sizes,
     group: GroupLike,
     ring: bool | None,
     budget: int,
 ) -> Tensor:
-    """The loss of queries, keys and more keys, in this order, by what it is called."""
-    asked = [_as_tensor(x) for x in numbers.values()]
-    meeting = meet(
-        call,
+    """The loss over all ranks. ``features`` are queries, keys and further keys, in this order.
+
+    The names in ``features`` and ``scalars`` are those of the public function, for error messages.
+    """
+    numbers = {key: _as_tensor(x) for key, x in scalars.items()}
+    batch = exchange_args(
+        name,
         features,
-        dict(zip(numbers, asked, strict=True)),
-        options=f"{call} {label_smoothing!r} {grads!r} {ring!r} {budget!r}",
-        wants=_wants([*features.values()], asked),
+        numbers,
+        kind=kind,
+        options=f"{name} {label_smoothing!r} {grad_reduction!r} {ring!r} {budget!r}",
+        needs=_grad_needs([*features.values()], [*numbers.values()]),
         sizes=sizes,
         group=group,
     )
-    _check_options(call, label_smoothing, grads)
-    what = Contrast(
-        call,
-        Place(meeting.rank, meeting.columns, group),
-        sum(meeting.pairs),
-        sigmoid=kind == "sigmoid",
-        both=kind == "both",
-        smoothing=float(label_smoothing),
-        grads=grads,
-        wants_keys=bool(meeting.wants & _KEYS),
-        wants_any=bool(meeting.wants & _ANY),
+    _check_options(name, label_smoothing, grad_reduction)
+    config = LossConfig(
+        name,
+        kind,
+        KeyLayout(batch.rank, batch.keys, group),
+        sum(batch.pairs),
+        label_smoothing=float(label_smoothing),
+        grad_reduction=grad_reduction,
+        needs_key_grad=GradNeeds.KEYS in batch.needs,
+        needs_grad=GradNeeds.ANY in batch.needs,
         ring=ring,
         budget=budget,
     )
-    query, *columns = (x for x in features.values() if x is not None)
-    key = columns[0] if len(columns) == 1 else torch.cat([x.flatten(0, -2) for x in columns])
-    scale, *others = asked
+    q, *keys = (x for x in features.values() if x is not None)
+    k = keys[0] if len(keys) == 1 else torch.cat([x.flatten(0, -2) for x in keys])
+    scale, *others = numbers.values()
     assert scale is not None
-    return contrast(what, query, key, scale, others[0] if others else None)
+    return contrastive_loss(config, q, k, scale, others[0] if others else None)
 
 
 def _as_tensor(x: Tensor | float | None) -> Tensor | None:
-    # A float32 would round a scale that somebody wrote down for float64 features.
+    # Float64, so that a Python float is not rounded before it multiplies float64 features.
     return torch.tensor(float(x), dtype=torch.float64) if isinstance(x, Real) else x  # type: ignore[return-value]
 
 
-def _wants(features: list[Tensor | None], numbers: list[Tensor | None]) -> int:
-    """What gradients this rank needs, as bits: those of keys, and any."""
+def _grad_needs(features: list[Tensor | None], scalars: list[Tensor | None]) -> GradNeeds:
+    """The gradients that this rank needs."""
     if not torch.is_grad_enabled():
-        return 0
-    keys = any(isinstance(x, Tensor) and x.requires_grad for x in features[1:])
-    others = any(isinstance(x, Tensor) and x.requires_grad for x in [*features[:1], *numbers])
-    return (_KEYS if keys else 0) | (_ANY if keys or others else 0)
+        return GradNeeds(0)
+    if any(isinstance(x, Tensor) and x.requires_grad for x in features[1:]):
+        return GradNeeds.KEYS | GradNeeds.ANY
+    others = any(isinstance(x, Tensor) and x.requires_grad for x in [*features[:1], *scalars])
+    return GradNeeds.ANY if others else GradNeeds(0)
 
 
-def _check_options(call: str, label_smoothing: float, grads: Grads) -> None:
-    if grads not in {"mean", "sum"}:
+def _check_options(name: str, label_smoothing: float, grad_reduction: GradReduction) -> None:
+    if grad_reduction not in {"mean", "sum"}:
         raise InputError(
-            f'{call}: there is no grads={grads!r}.\nUse "mean" where a wrapper averages gradients '
-            'over ranks (DDP, FSDP), "sum" where it sums them.'
+            f'{name}: there is no grad_reduction={grad_reduction!r}.\nUse "mean" if gradients are '
+            'averaged over ranks after backward (DDP, FSDP), "sum" if they are summed.'
         )
     if not 0 <= label_smoothing <= 1:
         raise InputError(
-            f"{call}: label_smoothing={label_smoothing!r}.\nGive a number from 0 to 1."
+            f"{name}: label_smoothing={label_smoothing!r}.\nGive a number from 0 to 1."
         )

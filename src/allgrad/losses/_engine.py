@@ -1,22 +1,23 @@
-"""One contrastive loss over the pairs of all ranks, and its exact gradient, for all kinds of it.
+"""Contrastive losses over the pairs of all ranks, with exact gradients: one engine for every kind.
 
-The scores are a matrix with a row for each query and a column for each key of the whole world.
-Each rank computes the rows of its own queries, in tiles, once in a pass:
+The score matrix has a row for each query and a column for each key of all ranks. Each rank computes
+the rows of its own queries, in tiles, once per pass:
 
                  keys of rank 0    of rank 1    of rank 2
     rank 0       [ scores          scores       scores ]     its queries
     rank 1       [ scores          scores       scores ]     its queries
     rank 2       [ scores          scores       scores ]     its queries
 
-Sums along rows are complete on a rank; sums along columns are combined by a logsumexp over ranks,
-gradients of keys by a sum that ends on the rank of the key.
+Sums along rows are complete on one rank. Sums along columns are combined by a logsumexp over ranks.
+Gradients of keys are summed over ranks, and each rank receives the sum for its own keys.
 
-The score of a pair is left out of these sums. A pair's term of the loss is then
+The score of a pair is kept out of these sums. With ``negatives`` for the logsumexp of the other
+scores, a pair's term of the loss is
 
-    log(1 + exp(others - score of the pair))
+    log(1 + exp(negatives - score of the pair))
 
-which keeps its digits where the pair's score is far above the others and the loss next to nothing;
-the difference of two large sums would be noise (test_tiny_loss_of_saturated_scores_keeps_its_digits).
+It keeps its digits even if the pair's score is far above the others and the loss is close to zero;
+a difference of two large sums would be noise (test_tiny_loss_of_saturated_scores_keeps_its_digits).
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ import torch
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.errors import ModeError
-from allgrad.losses._key_blocks import keys_of_all
-from allgrad.losses._tiles.accumulators import accumulator
+from allgrad.losses._key_blocks import key_blocks
+from allgrad.losses._kind import LossKind
+from allgrad.losses._tiles.accumulators import accumulator_dtype
 from allgrad.losses._tiles.torch import Gradients, Weights, row_dots, tiles_for
 
 if TYPE_CHECKING:
@@ -38,259 +40,273 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from allgrad.losses._key_blocks import Block, Gathered, Place, Ring
+    from allgrad.losses._key_blocks import GatheredKeys, KeyBlock, KeyLayout, RingKeys
     from allgrad.losses._tiles.torch import Tiles
 
-__all__ = ["Contrast", "contrast"]
+__all__ = ["LossConfig", "contrastive_loss"]
 
 
 @dataclass(frozen=True, slots=True)
-class Contrast:
-    """Which loss, among whom."""
+class LossConfig:
+    """Which loss to compute, and over which batch; the same on every rank but for ``layout.rank``."""
 
-    call: str
-    place: Place
-    pairs: int  # in the world
-    sigmoid: bool = False
-    both: bool = False  # softmax along columns too, not only along rows
-    smoothing: float = 0.0
-    grads: str = "mean"
-    wants_keys: bool = True
-    wants_any: bool = True
+    name: str
+    kind: LossKind
+    layout: KeyLayout
+    pairs: int  # of all ranks
+    label_smoothing: float = 0.0
+    grad_reduction: str = "mean"
+    needs_key_grad: bool = True  # on any rank
+    needs_grad: bool = True  # of any input, on any rank
     ring: bool | None = None
     budget: int = 0
 
     @property
-    def sides(self) -> int:
-        return 2 if self.both else 1
+    def smoothing(self) -> float:
+        """Label smoothing, summed over the directions of the loss."""
+        return self.kind.directions * self.label_smoothing
 
     @property
-    def share(self) -> float:
-        """What one term of the sum counts in the mean."""
-        return 1 / (self.sides * self.pairs)
+    def mean_factor(self) -> float:
+        """Turns the sum of all terms into their mean."""
+        return 1 / (self.kind.directions * self.pairs)
 
     def weights(self, sums: Sums) -> Weights:
-        everywhere = self.sides * self.smoothing / sum(self.place.columns)
-        return Weights(sums.rows, sums.columns, everywhere, sums.pairs - everywhere)
+        smoothing = self.smoothing / sum(self.layout.sizes)
+        pair_weights = sums.pair_weights - smoothing
+        return Weights(self.kind, sums.row_lse, sums.column_lse, smoothing, pair_weights)
 
 
 class Sums(NamedTuple):
-    """What a pass finds out and the gradients need; neither rows nor columns for the sigmoid."""
+    """What forward computes and the gradients need. The sigmoid has no logsumexp."""
 
-    rows: Tensor | None  # the log of the sum of exp(score), along each row
-    columns: Tensor | None  # and along each column of the world
-    pairs: Tensor  # what the score of each pair weighs in the gradient
+    row_lse: Tensor | None  # of each row of this rank
+    column_lse: Tensor | None  # of each column of all ranks, or of one block
+    pair_weights: Tensor  # the derivative by the score of each pair, before label smoothing
 
-    def of(self, block: Block) -> Sums:
-        return self._replace(columns=None if self.columns is None else self.columns[block.columns])
+    def of(self, block: KeyBlock) -> Sums:
+        if self.column_lse is None:
+            return self
+        return self._replace(column_lse=self.column_lse[block.columns])
 
 
-def contrast(what: Contrast, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+def contrastive_loss(
+    config: LossConfig, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None
+) -> Tensor:
     """The loss of all pairs, on every rank. Query i and key i are a pair; more keys may follow."""
-    wide = accumulator(q.dtype)
-    number = scale.reshape(()).to(q.device, wide)
-    added = None if bias is None else bias.reshape(()).to(q.device, wide)
-    loss: Tensor = _Contrast.apply(what, _anchor(), q, k, number, added)  # type: ignore[no-untyped-call]
+    dtype = accumulator_dtype(q.dtype)
+    scale = scale.reshape(()).to(q.device, dtype)
+    bias = None if bias is None else bias.reshape(()).to(q.device, dtype)
+    # An input that always requires grad lets every rank take part in backward, even one whose
+    # features need no gradient (test_rank_without_gradient_takes_part).
+    anchor = torch.empty(0, requires_grad=True)
+    loss: Tensor = _ContrastiveLoss.apply(config, anchor, q, k, scale, bias)  # type: ignore[no-untyped-call]
     return loss
 
 
-def _anchor() -> Tensor:
-    """An input that always requires grad, and gets none.
-
-    With it every rank takes part in backward, even one whose features need no gradient
-    (test_rank_without_gradient_takes_part).
-    """
-    return torch.empty(0, requires_grad=True)
-
-
-class _Contrast(torch.autograd.Function):
+class _ContrastiveLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917
         ctx: Any,
-        what: Contrast,
+        config: LossConfig,
         anchor: Tensor,  # noqa: ARG004
         q: Tensor,
         k: Tensor,
         scale: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        ctx.what, ctx.device = what, q.device.type
+        ctx.config, ctx.device, ctx.prepared = config, q.device.type, None
         with torch.autocast(ctx.device, enabled=False):
-            run = _Pass(what, q, k, scale, bias)
-            if what.sigmoid:
-                loss, ctx.prepared = run.sigmoid_loss(ctx.needs_input_grad[2:])
+            scores = _ScorePass(config, q, k, scale, bias)
+            if config.kind is LossKind.SIGMOID:
+                loss, ctx.prepared = scores.sigmoid_loss(ctx.needs_input_grad[2:])
+                ctx.save_for_backward(q, k, scale, bias)
                 return loss
-            loss, sums = run.softmax_loss()
-        ctx.prepared, ctx.keys, ctx.states = None, run.keys, run.states
-        ctx.save_for_backward(q, k, scale, *sums)
+            loss, sums = scores.softmax_loss()
+        ctx.keys, ctx.states = scores.keys, scores.states
+        ctx.save_for_backward(q, k, scale, bias, *sums)
         return loss
 
     @staticmethod
     def backward(ctx: Any, by_loss: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad(), torch.autocast(ctx.device, enabled=False):
             gradients = _gradients(ctx, by_loss)
-        if torch.is_grad_enabled():  # somebody may want to differentiate them
-            gradients = _Once.apply(ctx.what.call, _anchor(), *gradients)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled():  # create_graph=True
+            # The inputs of the refusal are what the gradients depend on, so that it is on every path
+            # of the graph and autograd cannot prune it (test_second_derivative_is_refused).
+            q, k, scale, bias = ctx.saved_tensors[:4]
+            inputs = q, k, scale, bias, by_loss
+            gradients = _FirstOrderOnly.apply(ctx.config.name, *inputs, *gradients)  # type: ignore[no-untyped-call]
         return None, None, *gradients
 
 
 def _gradients(ctx: Any, by_loss: Tensor) -> tuple[Tensor | None, ...]:
-    what: Contrast = ctx.what
-    # All ranks have the same loss, and "mean" is about the sum of them: W times the loss, or what
-    # the ranks make of it (test_ranks_may_weigh_the_loss_differently).
-    if what.grads == "mean":
-        by_loss = all_reduce(by_loss, group=what.place.group)
+    config: LossConfig = ctx.config
+    # With "mean" the objective is the sum over ranks of what each rank makes of the loss: W times
+    # the loss, or any other weighting (test_ranks_may_weigh_the_loss_differently).
+    if config.grad_reduction == "mean":
+        by_loss = all_reduce(by_loss, group=config.layout.group)
     if ctx.prepared is not None:
         return tuple(None if g is None else (g * by_loss).to(dtype) for g, dtype in ctx.prepared)
-    q, k, scale, *sums = ctx.saved_tensors
-    run = _Pass(what, q, k, scale, None, keys=ctx.keys, states=ctx.states)
-    return run.gradients(ctx.needs_input_grad[2:], what.share * by_loss, Sums(*sums), dtype=q.dtype)
+    q, k, scale, bias, *sums = ctx.saved_tensors
+    scores = _ScorePass(config, q, k, scale, bias, keys=ctx.keys, states=ctx.states)
+    factor = config.mean_factor * by_loss
+    return scores.gradients(ctx.needs_input_grad[2:], factor, Sums(*sums), dtype=q.dtype)
 
 
-class _Once(torch.autograd.Function):
-    """Gradients that refuse to be differentiated."""
+class _FirstOrderOnly(torch.autograd.Function):
+    """Gradients that raise when they are differentiated, by anything that they depend on."""
 
     @staticmethod
-    def forward(ctx: Any, call: str, anchor: Tensor, *gradients: Tensor | None) -> Any:  # noqa: ARG004
-        ctx.call = call
+    def forward(  # noqa: PLR0917
+        ctx: Any,
+        name: str,
+        q: Tensor,  # noqa: ARG004
+        k: Tensor,  # noqa: ARG004
+        scale: Tensor,  # noqa: ARG004
+        bias: Tensor | None,  # noqa: ARG004
+        by_loss: Tensor,  # noqa: ARG004
+        *gradients: Tensor | None,
+    ) -> Any:
+        ctx.name = name
         return gradients
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         raise ModeError(
-            f"{ctx.call}: the tiles have a first derivative only.\nFor more, join the features with "
-            "allgrad.all_gather and use the formula in allgrad.losses.reference."
+            f"{ctx.name}: this loss has a first derivative only.\nFor higher derivatives, join the "
+            "features with allgrad.all_gather and use the formula in allgrad.losses.reference."
         )
 
 
-class _Pass:
-    """One pass over the scores of this rank."""
+class _ScorePass:
+    """One pass over the scores of this rank's queries and all keys."""
 
     def __init__(
         self,
-        what: Contrast,
+        config: LossConfig,
         q: Tensor,
         k: Tensor,
         scale: Tensor,
         bias: Tensor | None,
         *,
-        keys: Gathered | Ring | None = None,
+        keys: GatheredKeys | RingKeys | None = None,
         states: list[Tensor | None] | None = None,
     ) -> None:
-        self.what, self.q, self.k, self.scale, self.bias = what, q.contiguous(), k, scale, bias
-        self.wide = accumulator(q.dtype)
-        self.keys = keys or keys_of_all(what.place, k, what.budget, what.ring)
+        self.config, self.q, self.k, self.scale, self.bias = config, q.contiguous(), k, scale, bias
+        self.dtype = accumulator_dtype(q.dtype)
+        self.keys = keys or key_blocks(config.layout, k, config.budget, config.ring)
         self.states: list[Tensor | None] = [None] * self.keys.count if states is None else states
 
     def softmax_loss(self) -> tuple[Tensor, Sums]:
         """The loss, and what its gradients need."""
-        what, total = self.what, sum(self.what.place.columns)
-        others = self.q.new_full((len(self.q),), -torch.inf, dtype=self.wide)
-        columns = others.new_empty(total) if what.both else None
-        key_sum = others.new_zeros(self.q.shape[1])
+        config, layout = self.config, self.config.layout
+        total = sum(layout.sizes)
+        negatives = self.q.new_full((len(self.q),), -torch.inf, dtype=self.dtype)
+        both = config.kind is LossKind.SOFTMAX_BOTH
+        column_lse = negatives.new_empty(total) if both else None
+        key_sum = negatives.new_zeros(self.q.shape[1])
         for block in self.keys.blocks():
             tiles = self._tiles(block)
-            by_row, by_column = tiles.lse(columns=what.both)
-            self.states[block.number] = tiles.state
-            others = torch.logaddexp(others, by_row)
-            if columns is not None and by_column is not None:
-                columns[block.columns] = by_column
-            if what.smoothing:
-                key_sum += block.k.sum(0, dtype=self.wide)
-        pairs = self._pairs()
-        loss = _softplus(others - pairs).sum()
-        weights = what.sides * what.smoothing - (others - pairs).sigmoid()
-        if what.smoothing:
-            all_scores = self.scale * self.q.sum(0, dtype=self.wide).dot(key_sum)
-            loss += what.sides * what.smoothing * (pairs.sum() - all_scores / total)
-        if columns is not None:
-            place = what.place
-            own = reduce_scatter(columns, op="logsumexp", sizes=place.columns, group=place.group)
+            block_row_lse, block_column_lse = tiles.lse(config.kind)
+            self.states[block.step] = tiles.state
+            negatives = torch.logaddexp(negatives, block_row_lse)
+            if column_lse is not None and block_column_lse is not None:
+                column_lse[block.columns] = block_column_lse
+            if config.smoothing:
+                key_sum += block.k.sum(0, dtype=self.dtype)
+        pairs = self._pair_scores()
+        loss = _softplus(negatives - pairs).sum()
+        pair_weights = config.smoothing - (negatives - pairs).sigmoid()
+        if config.smoothing:
+            all_scores = self.scale * self.q.sum(0, dtype=self.dtype).dot(key_sum)
+            loss += config.smoothing * (pairs.sum() - all_scores / total)
+        if column_lse is not None:
+            sizes, group = layout.sizes, layout.group
+            own = reduce_scatter(column_lse, op="logsumexp", sizes=sizes, group=group)
             loss += _softplus(own - pairs).sum()
-            weights -= (own - pairs).sigmoid()
+            pair_weights -= (own - pairs).sigmoid()
             own = torch.logaddexp(own, pairs)
-            columns = all_gather(own, sizes=place.columns, group=place.group, grad="none")
-        value = all_reduce(loss, group=what.place.group) * what.share
-        return value, Sums(torch.logaddexp(others, pairs), columns, weights)
+            column_lse = all_gather(own, sizes=sizes, group=group, grad="none")
+        value = all_reduce(loss, group=layout.group) * config.mean_factor
+        return value, Sums(torch.logaddexp(negatives, pairs), column_lse, pair_weights)
 
     def sigmoid_loss(
-        self, wanted: Sequence[bool]
+        self, needed: Sequence[bool]
     ) -> tuple[Tensor, list[tuple[Tensor | None, torch.dtype]]]:
-        """The loss and, as nothing has to be summed beforehand, the gradients in the same pass."""
-        what = self.what
-        prepared: list[tuple[Tensor | None, torch.dtype]] = []
+        """The loss and its gradients in one pass: no sum over all scores is needed first."""
+        config = self.config
+        found: tuple[Tensor | None, ...] = (None,) * 4
         softplus = self.scale.new_zeros(())
-        pairs = self._pairs()
-        if what.wants_any:
-            # A gradient in float16 could vanish before the scale of the loss arrives to lift it.
-            kept = self.wide if self.q.dtype == torch.float16 else self.q.dtype
-            share = self.scale.new_tensor(what.share)
+        pairs = self._pair_scores()
+        if config.needs_grad:
+            # A small gradient could underflow in float16 before backward multiplies it by the loss scale.
+            kept = self.dtype if self.q.dtype == torch.float16 else self.q.dtype
+            factor = self.scale.new_tensor(config.mean_factor)
             sums = Sums(None, None, -(-pairs).sigmoid())
-            found = self.gradients(wanted, share, sums, dtype=kept, softplus=softplus)
-            dtypes = (self.q.dtype, self.q.dtype, self.wide, self.wide)
-            prepared = list(zip(found, dtypes, strict=True))
+            found = self.gradients(needed, factor, sums, dtype=kept, softplus=softplus)
         else:
             for block in self.keys.blocks():
                 softplus += self._tiles(block).softplus()
         loss = softplus + _softplus(-pairs).sum()
-        return all_reduce(loss, group=what.place.group) * what.share, prepared
+        dtypes = (self.q.dtype, self.q.dtype, self.dtype, self.dtype)
+        prepared = list(zip(found, dtypes, strict=True))
+        return all_reduce(loss, group=config.layout.group) * config.mean_factor, prepared
 
     def gradients(
         self,
-        wanted: Sequence[bool],
-        share: Tensor,
+        needed: Sequence[bool],
+        factor: Tensor,
         sums: Sums,
         *,
         dtype: torch.dtype,
         softplus: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of queries, keys, scale and bias, ``share`` times those of the sum."""
-        what = self.what
-        kept = dtype if self.keys.count == 1 else self.wide
+        """The gradients by queries, keys, scale and bias of ``factor`` times the sum of all terms."""
+        config = self.config
+        kept = dtype if self.keys.count == 1 else self.dtype
         into = Gradients(
-            torch.zeros_like(self.q, dtype=kept) if wanted[0] else None,
+            torch.zeros_like(self.q, dtype=kept) if needed[0] else None,
             [],
-            share.new_zeros(()),
-            share.new_zeros(()),
-            share.new_zeros(()) if softplus is None else softplus,
+            factor.new_zeros(()),
+            factor.new_zeros(()),
+            factor.new_zeros(()) if softplus is None else softplus,
         )
-        gain = share * self.scale
+        gain = factor * self.scale
 
-        def visit(block: Block, by_key: list[Tensor]) -> None:
+        def add_block(block: KeyBlock, by_key: list[Tensor]) -> None:
             into.keys = by_key
-            self._tiles(block).add_gradients(what.weights(sums.of(block)), gain, into)
+            self._tiles(block).add_gradients(config.weights(sums.of(block)), gain, into)
 
         by_key = None
-        if what.wants_keys:
-            by_key = self.keys.collect(visit, gain, dtype)
+        if config.needs_key_grad:
+            by_key = self.keys.gradients(add_block, gain, dtype)
         else:
             for block in self.keys.blocks():
-                visit(block, [])
+                add_block(block, [])
         by_query = None if into.queries is None else into.queries.to(dtype)
         return (
             by_query,
             by_key,
-            into.scale * share,
-            into.bias * share if self.bias is not None else None,
+            into.scale * factor,
+            into.bias * factor if self.bias is not None else None,
         )
 
-    def _tiles(self, block: Block) -> Tiles:
-        state = self.states[block.number]
+    def _tiles(self, block: KeyBlock) -> Tiles:
         return tiles_for(
             self.q,
             block.k,
             self.scale,
             bias=self.bias,
             first_pair=block.first_pair,
-            state=state,
+            state=self.states[block.step],
         )
 
-    def _pairs(self) -> Tensor:
-        """The scores of this rank's pairs."""
+    def _pair_scores(self) -> Tensor:
         scores = row_dots(self.q, self.k).mul_(self.scale)
         return scores if self.bias is None else scores.add_(self.bias)
 
 
 def _softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)); torch's own leaves the 1 out for a large x."""
+    """log(1 + exp(x)), exact for large x too: torch's own then returns x."""
     return torch.logaddexp(x, x.new_zeros(()))

@@ -1,15 +1,16 @@
-"""The keys of all ranks, block by block: gathered as one block, or passed around a ring of ranks."""
+"""The keys of all ranks, in blocks: one gathered block, or one block per rank passed around a ring."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.permute import shift
-from allgrad.losses._tiles.accumulators import accumulator, narrow, wide_zeros
+from allgrad.losses._tiles.accumulators import accumulator_dtype, accumulator_zeros, scale_and_cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,17 +19,20 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.cuda import Stream
 
-    from allgrad._wire.primitives import GroupLike
+    from allgrad.types import GroupLike
 
-    Visit: TypeAlias = Callable[["Block", list[Tensor]], None]
+    AddBlock: TypeAlias = Callable[["KeyBlock", list[Tensor]], None]
 
-__all__ = ["Block", "Gathered", "Place", "Ring", "keys_of_all"]
+__all__ = ["GatheredKeys", "KeyBlock", "KeyLayout", "RingKeys", "key_blocks"]
 
 
-class Block(NamedTuple):
-    """Some of the joined keys: where they start, and which of them row 0 here is a pair with."""
+class KeyBlock(NamedTuple):
+    """Some of the joined keys, from ``start`` on. Key ``first_pair`` of the block is query 0's pair.
 
-    number: int
+    ``first_pair`` is None if the block contains no key of this rank's queries.
+    """
+
+    step: int
     k: Tensor
     start: int
     first_pair: int | None
@@ -39,35 +43,30 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A rank among those of the group, and how many columns each of them brings."""
+class KeyLayout:
+    """How many keys each rank of the group holds, and which rank this is."""
 
     rank: int
-    columns: tuple[int, ...]
+    sizes: tuple[int, ...]
     group: GroupLike
 
     @property
     def world(self) -> int:
-        return len(self.columns)
-
-    def start(self, rank: int) -> int:
-        return sum(self.columns[:rank])
-
-    @property
-    def own(self) -> slice:
-        return slice(self.start(self.rank), self.start(self.rank + 1))
+        return len(self.sizes)
 
 
-def keys_of_all(place: Place, k: Tensor, budget: int, ring: bool | None) -> Gathered | Ring:
-    """Gather if the joined keys and the sums of their gradients fit into ``budget`` bytes."""
-    width = k.shape[1] * (k.dtype.itemsize + accumulator(k.dtype).itemsize)
+def key_blocks(
+    layout: KeyLayout, k: Tensor, budget: int, ring: bool | None
+) -> GatheredKeys | RingKeys:
+    """Gather if the joined keys and their gradient accumulators fit into ``budget`` bytes."""
+    row_bytes = k.shape[1] * (k.dtype.itemsize + accumulator_dtype(k.dtype).itemsize)
     if ring is None:
-        ring = sum(place.columns) * width > budget
-    return Ring(place, k) if ring and place.world > 1 else Gathered(place, k)
+        ring = sum(layout.sizes) * row_bytes > budget
+    return RingKeys(layout, k) if ring and layout.world > 1 else GatheredKeys(layout, k)
 
 
-class Gathered:
-    """Every rank has all keys.
+class GatheredKeys:
+    """Every rank holds all keys, as one block.
 
     rank 0   [ a a ]              [ a a | b | c c c ]
     rank 1   [ b ]       --->     [ a a | b | c c c ]
@@ -76,102 +75,103 @@ class Gathered:
 
     count = 1
 
-    def __init__(self, place: Place, k: Tensor) -> None:
-        self.place = place
+    def __init__(self, layout: KeyLayout, k: Tensor) -> None:
+        self.layout = layout
         joined = k.contiguous()
-        if place.world > 1:
-            joined = all_gather(joined, sizes=place.columns, group=place.group, grad="none")
-        self.block = Block(0, joined, 0, place.own.start)
+        if layout.world > 1:
+            joined = all_gather(joined, sizes=layout.sizes, group=layout.group, grad="none")
+        self.block = KeyBlock(0, joined, 0, sum(layout.sizes[: layout.rank]))
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[KeyBlock]:
         yield self.block
 
-    def collect(self, visit: Visit, gain: Tensor, dtype: torch.dtype) -> Tensor:
-        """Let the block add to sums for all keys; give each rank those of its own, times gain."""
+    def gradients(self, add_block: AddBlock, gain: Tensor, dtype: torch.dtype) -> Tensor:
+        """Let ``add_block`` fill accumulators for all keys; each rank gets its own, times ``gain``."""
         joined = self.block.k
-        if self.place.world == 1:
-            parts = wide_zeros(joined, dtype)
-            visit(self.block, parts)
-            return narrow(parts, gain, dtype)
-        sums = joined.new_zeros(joined.shape, dtype=accumulator(joined.dtype))
-        visit(self.block, [sums])
+        if self.layout.world == 1:
+            parts = accumulator_zeros(joined, dtype)
+            add_block(self.block, parts)
+            return scale_and_cast(parts, gain, dtype)
+        sums = joined.new_zeros(joined.shape, dtype=accumulator_dtype(joined.dtype))
+        add_block(self.block, [sums])
         sums.mul_(gain)
-        own = reduce_scatter(sums, sizes=self.place.columns, group=self.place.group)
+        own = reduce_scatter(sums, sizes=self.layout.sizes, group=self.layout.group)
         return own.to(dtype)
 
 
-class Ring:
-    """Every rank sees the pieces one after another, each from the rank before it.
+class RingKeys:
+    """Every rank holds one piece at a time and passes it to the next rank.
 
     rank 0   [ a a ]         [ c c c ]         [ b ]
     rank 1   [ b ]     --->  [ a a ]     --->  [ c c c ]
     rank 2   [ c c c ]       [ b ]             [ a a ]
 
-    A piece moves on before it is computed with, so that the next one comes meanwhile
+    The transfer of the next piece overlaps with the computation on this one
     (test_next_block_is_under_way_while_this_one_is_computed).
     """
 
-    def __init__(self, place: Place, k: Tensor) -> None:
-        self.place = place
+    def __init__(self, layout: KeyLayout, k: Tensor) -> None:
+        self.layout = layout
         self.own = k.contiguous()
-        self.count = place.world
-        self.beside = torch.cuda.Stream(k.device) if k.is_cuda else None
+        self.count = layout.world
+        self.starts = list(accumulate(layout.sizes, initial=0))
+        self.comm_stream = torch.cuda.Stream(k.device) if k.is_cuda else None
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[KeyBlock]:
         k = self.own
         for step in range(self.count):
-            arrive = self._pass_on(step, k) if step + 1 < self.count else None
+            wait = self._start_shift(step, k) if step + 1 < self.count else None
             yield self._block(step, k)
-            if arrive is not None:
-                k = arrive()
+            if wait is not None:
+                k = wait()
 
-    def collect(self, visit: Visit, gain: Tensor, dtype: torch.dtype) -> Tensor:
-        """Let each block add to the sums that travel with it; they end where they belong.
+    def gradients(self, add_block: AddBlock, gain: Tensor, dtype: torch.dtype) -> Tensor:
+        """Let ``add_block`` fill an accumulator for each block; each rank gets its own, times ``gain``.
 
-        Sums of a block follow it one step later, while the next block is computed with.
+        The accumulator follows its block around the ring, one step later, and ends on the block's rank.
         """
-        wide = accumulator(self.own.dtype)
-        bring_sums: Callable[[], Tensor] | None = None
+        wide = accumulator_dtype(self.own.dtype)
+        wait_sums: Callable[[], Tensor] | None = None
         for block in self.blocks():
-            # Each rank's scores may have a gain of their own, so it goes in before the sums move on.
-            added = block.k.new_zeros(block.k.shape, dtype=wide)
-            visit(block, [added])
-            added.mul_(gain)
-            if bring_sums is not None:
-                added += bring_sums()
-            bring_sums = self._pass_on(block.number, added)
-        assert bring_sums is not None
-        return bring_sums().to(dtype)
+            # Ranks may have different gains, so each rank applies its own before the sums move on.
+            sums = block.k.new_zeros(block.k.shape, dtype=wide)
+            add_block(block, [sums])
+            sums.mul_(gain)
+            if wait_sums is not None:
+                sums += wait_sums()
+            wait_sums = self._start_shift(block.step, sums)
+        assert wait_sums is not None
+        return wait_sums().to(dtype)
 
-    def _block(self, step: int, k: Tensor) -> Block:
-        owner = (self.place.rank - step) % self.count
-        return Block(step, k, self.place.start(owner), 0 if step == 0 else None)
+    def _block(self, step: int, k: Tensor) -> KeyBlock:
+        owner = (self.layout.rank - step) % self.count
+        return KeyBlock(step, k, self.starts[owner], 0 if step == 0 else None)
 
-    def _pass_on(self, step: int, held: Tensor) -> Callable[[], Tensor]:
-        """Start to send what is held in this step to the next rank; what is returned awaits its turn."""
-        sizes = [self.place.columns[(rank - step) % self.count] for rank in range(self.count)]
+    def _start_shift(self, step: int, piece: Tensor) -> Callable[[], Tensor]:
+        """Start sending this step's piece to the next rank; the result waits for the previous rank's."""
+        sizes = [self.layout.sizes[(rank - step) % self.count] for rank in range(self.count)]
         return _start(
-            self.beside,
-            held,
-            lambda: shift(held, sizes=sizes, group=self.place.group, async_op=True),
+            self.comm_stream,
+            piece,
+            lambda: shift(piece, sizes=sizes, group=self.layout.group, async_op=True),
         )
 
 
-def _start(beside: Stream | None, held: Tensor, call: Callable[[], Any]) -> Callable[[], Tensor]:
-    """Start a call that reads ``held``, on a CUDA device in a stream beside the one that computes."""
-    if beside is None:
+def _start(stream: Stream | None, piece: Tensor, call: Callable[[], Any]) -> Callable[[], Tensor]:
+    """Start a call that reads ``piece``; on a CUDA device, on the communication stream."""
+    if stream is None:
         handle = call()
         return lambda: cast("Tensor", handle.wait())
-    beside.wait_stream(torch.cuda.current_stream(held.device))
-    with torch.cuda.stream(beside):
+    stream.wait_stream(torch.cuda.current_stream(piece.device))
+    with torch.cuda.stream(stream):
         handle = call()
-    held.record_stream(beside)
+    piece.record_stream(stream)
 
-    def arrive() -> Tensor:
-        got: Tensor = handle.wait()
-        here = torch.cuda.current_stream(got.device)
-        here.wait_stream(beside)
-        got.record_stream(here)
-        return got
+    def wait() -> Tensor:
+        received: Tensor = handle.wait()
+        compute_stream = torch.cuda.current_stream(received.device)
+        compute_stream.wait_stream(stream)
+        received.record_stream(compute_stream)
+        return received
 
-    return arrive
+    return wait

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from allgrad.losses._arguments import BUDGET, Grads, contrastive
+from allgrad.losses._arguments import BUDGET, GradReduction, global_loss
+from allgrad.losses._kind import LossKind
 
 if TYPE_CHECKING:
-    from allgrad._wire.primitives import GroupLike
-    from allgrad.types import Sizes
+    from allgrad.types import GroupLike, Sizes
 
 __all__ = ["ClipLoss", "clip_loss"]
 
@@ -21,36 +21,38 @@ def clip_loss(
     scale: Tensor | float,
     *,
     label_smoothing: float = 0.0,
-    grads: Grads = "mean",
+    grad_reduction: GradReduction = "mean",
     sizes: Sizes = None,
     group: GroupLike = None,
     ring: bool | None = None,
     budget: int = BUDGET,
 ) -> Tensor:
-    """Tell the images and texts of all ranks apart: cross entropy along both sides of the scores.
+    """Cross entropy of each image among the texts of all ranks, and of each text among the images.
 
         rank 0   image [ a a ]     text [ a a ]           loss of [ a a | b | c c c ]
         rank 1   image [ b ]       text [ b ]      --->   loss of [ a a | b | c c c ]
         rank 2   image [ c c c ]   text [ c c c ]         loss of [ a a | b | c c c ]
 
-    Every rank gets the loss of the joined batch. Gradient: exactly that loss's, once the wrapper
-    has averaged over ranks (``grads="mean"``: DDP, FSDP) or summed (``"sum"``); first order only.
+    Every rank gets the loss of the joined batch. Gradient: exactly the gradient of that loss, once
+    the ranks' gradients are averaged (``grad_reduction="mean"``: DDP, FSDP) or summed (``"sum"``).
+    It has first derivatives only.
 
-    ``sizes`` are the pairs of each rank. Unless given, one small message finds them out and lets a
-    mistake of one rank raise on all. The texts are gathered, or passed around a ring of ranks if
-    they and the sums of their gradients would take more than ``budget`` bytes; ``ring=True`` or
-    ``False`` decides it.
+    ``sizes`` are the numbers of pairs by rank. If None, one small message exchanges them, and a
+    mistake of one rank raises on all. The texts are gathered, or passed around a ring of ranks if
+    they and the accumulators of their gradients would take more than ``budget`` bytes.
+    ``ring=True`` or ``ring=False`` overrides this choice.
 
-    Cost: each score is computed once in the world, forward and again backward, and no more than a
-    tile of them exists. Forward moves the texts and one number for each, backward the texts' gradients.
+    Cost: each score is computed by one rank, once in forward and once in backward, and only one
+    tile of scores exists at a time. Forward sends the texts and one number for each text, backward
+    sends the gradients of the texts.
     """
-    return contrastive(
+    return global_loss(
         "clip_loss",
+        LossKind.SOFTMAX_BOTH,
         {"image": image, "text": text},
         {"scale": scale},
-        kind="both",
         label_smoothing=label_smoothing,
-        grads=grads,
+        grad_reduction=grad_reduction,
         sizes=sizes,
         group=group,
         ring=ring,
@@ -59,21 +61,21 @@ def clip_loss(
 
 
 class ClipLoss(nn.Module):
-    """``clip_loss`` as a module, called as open_clip calls its own."""
+    """``clip_loss`` as a module with the call signature of open_clip's ``ClipLoss``."""
 
     def __init__(
         self,
         *,
         label_smoothing: float = 0.0,
-        grads: Grads = "mean",
+        grad_reduction: GradReduction = "mean",
         sizes: Sizes = None,
         group: GroupLike = None,
         ring: bool | None = None,
         budget: int = BUDGET,
     ) -> None:
         super().__init__()
-        self.label_smoothing, self.grads, self.sizes = label_smoothing, grads, sizes
-        self.group, self.ring, self.budget = group, ring, budget
+        self.label_smoothing, self.grad_reduction = label_smoothing, grad_reduction
+        self.sizes, self.group, self.ring, self.budget = sizes, group, ring, budget
 
     def forward(
         self,
@@ -83,18 +85,18 @@ class ClipLoss(nn.Module):
         logit_bias: Tensor | None = None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
-        """Give the loss, or a dict of it. A bias moves all scores alike, so it changes nothing."""
+        """Give the loss, or a dict with it. A bias shifts all scores alike, so it has no effect."""
         loss = clip_loss(
             image_features,
             text_features,
             logit_scale,
             label_smoothing=self.label_smoothing,
-            grads=self.grads,
+            grad_reduction=self.grad_reduction,
             sizes=self.sizes,
             group=self.group,
             ring=self.ring,
             budget=self.budget,
         )
-        if logit_bias is not None:  # DDP waits for the gradient of every parameter, zero or not
+        if logit_bias is not None:  # DDP waits for a gradient of every parameter, even a zero one
             loss = loss + 0 * logit_bias.sum()
         return {"contrastive_loss": loss} if output_dict else loss

@@ -1,4 +1,4 @@
-"""Gradient caching: a batch larger than the encoder's activations allow."""
+"""Gradient caching: train on a batch whose activations do not fit into memory at once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from allgrad._wire.primitives import GroupLike
+    from allgrad.types import GroupLike
 
-__all__ = ["cached_step"]
+
+__all__ = ["grad_cache_step"]
 
 Batch = TypeVar("Batch")
 
 
-def cached_step(
+def grad_cache_step(
     encode: Callable[[Batch], Any],
     micro_batches: Sequence[Batch],
     loss: Callable[..., Tensor],
@@ -34,102 +35,85 @@ def cached_step(
 ) -> Tensor:
     """Do what ``loss(encode(batch)).backward()`` does, with the activations of one micro-batch.
 
-        1. encode each micro-batch without a graph          [ a ] [ b ] [ c ]
-        2. the loss of all embeddings, of all ranks          loss(a b c)  --->  A B C
-        3. encode each again, now with its gradient          [ a ] <- A   [ b ] <- B   [ c ] <- C
+        1. encode each micro-batch without a graph         [ a ] [ b ] [ c ]
+        2. the loss of all embeddings, of all ranks        loss(a b c)  --->  A B C
+        3. encode each again, with its gradient            [ a ] <- A   [ b ] <- B   [ c ] <- C
 
-    ``encode`` gives a tensor, or a tuple, list or dict of them, which ``loss`` then takes as its
-    arguments: embeddings, joined along their first dimension, and numbers such as a learned scale,
-    which are taken from the last micro-batch. Random numbers are replayed, so that dropout drops
-    the same in 3 as in 1. What depends on the batch it sees, as batch norm does, sees micro-batches.
+    ``encode`` returns a tensor, or a tuple, list or dict of tensors, which become the arguments of
+    ``loss``. Embeddings are joined along dim 0. Scalars such as a learned scale are taken from the
+    last micro-batch: tensors without dimensions, or of one element where the embeddings have another
+    number of rows. Random numbers are replayed, so that step 3 has the same dropout as step 1. Layers
+    that depend on the whole batch, such as batch norm, see single micro-batches.
 
-    ``models`` are those that ``encode`` runs under DDP (``encode`` itself is found): gradients are
-    synchronised once, in the last micro-batch. Ranks may have different numbers of micro-batches
-    of any sizes, at least one each, if only an empty one. ``group`` is that of the loss: its ranks
-    first tell each other how many they have, so that one without any raises on all.
+    ``models`` are the DDP modules that ``encode`` calls (``encode`` itself is recognised): their
+    gradients are synchronised once, in the last micro-batch. Ranks may have different numbers of
+    micro-batches of any sizes, but each needs at least one, which may be empty. ``group`` is the
+    group of the loss; its ranks first exchange their numbers of micro-batches, so that a rank
+    without any raises on all.
 
-    ``backward`` runs the backward of 2, ``lambda loss: scaler.scale(loss).backward()`` for a loss
-    that is scaled. Gradients are added to ``.grad``; the loss is returned without a graph.
+    ``backward`` runs the backward of step 2; with a gradient scaler it is
+    ``lambda loss: scaler.scale(loss).backward()``. Gradients are added to ``.grad``. The loss is
+    returned without a graph.
 
     Cost: one more forward of the encoder, and one size exchange.
     """
-    _require_some(len(micro_batches), group)
+    _require_micro_batches(len(micro_batches), group)
     wrapped = [m for m in (encode, *models) if hasattr(m, "no_sync")]
     devices = _devices()
     states, outputs = [], []
-    with torch.no_grad(), _unsynchronised(wrapped):
+    with torch.no_grad(), _no_sync(wrapped):
         for batch in micro_batches:
             states.append(_random_state(devices))
             outputs.append(_Output(encode(batch)))
 
-    joined = outputs[-1].join(outputs)
-    value = joined.feed(loss)
+    is_scalar = _find_scalars(outputs)
+    joined = _join(outputs, is_scalar)
+    value = joined.call(loss)
     backward(value)
-    gradients = joined.gradients([output.rows() for output in outputs])
+    gradients = _split_gradients(joined, outputs, is_scalar)
 
     last = len(micro_batches) - 1
     with torch.random.fork_rng(devices):
         for number, batch in enumerate(micro_batches):
-            with _unsynchronised(wrapped if number < last else []):
+            with _no_sync(wrapped if number < last else []):
                 _set_random_state(devices, states[number])
                 again = _Output(encode(batch))
                 again.backward(gradients[number])
     return value.detach()
 
 
-def _require_some(count: int, group: GroupLike) -> None:
-    # A group of NCCL alone carries nothing that is on the host.
+def _require_micro_batches(count: int, group: GroupLike) -> None:
+    # An NCCL group cannot carry CPU tensors.
     device = "cuda" if torch.cuda.is_initialized() else "cpu"
     counts: tuple[int, ...] = gather_sizes(torch.empty(count, 0, device=device), group=group)
-    marks = {rank: "no micro-batch" for rank, count in enumerate(counts) if not count}
-    if marks:
-        raise InputError(
-            rank_table(
-                "cached_step: each rank has a micro-batch.",
-                [f"{count} micro-batches" for count in counts],
-                marks,
-                "Give each rank one, if only an empty one.",
-            )
+    if all(counts):
+        return
+    raise InputError(
+        rank_table(
+            "grad_cache_step: each rank needs a micro-batch.",
+            [f"{count} micro-batches" for count in counts],
+            {rank: "no micro-batch" for rank, count in enumerate(counts) if not count},
+            "Give each rank at least one; it may be empty.",
         )
+    )
 
 
 class _Output:
-    """What an encoder gave: its tensors, and how they are passed on."""
+    """What the encoder returned: its tensors, and their names if it was a dict."""
 
-    def __init__(self, given: Any) -> None:
-        self.names = list(given) if isinstance(given, dict) else None
-        values = given.values() if isinstance(given, dict) else given
+    def __init__(self, returned: Any) -> None:
+        self.names = list(returned) if isinstance(returned, dict) else None
+        values = returned.values() if isinstance(returned, dict) else returned
         self.tensors: list[Tensor] = [values] if isinstance(values, Tensor) else list(values)
 
-    def rows(self) -> list[int | None]:
-        """How many rows each tensor has; none is for a number."""
-        return [len(x) if x.dim() else None for x in self.tensors]
+    def rows(self) -> set[int]:
+        """The lengths of the embeddings: of all tensors that are surely not scalars."""
+        return {len(x) for x in self.tensors if x.dim() > 1 and x.numel() != 1}
 
-    def join(self, outputs: Sequence[_Output]) -> _Output:
-        """All outputs as one of leaves; numbers are taken from here."""
-        joined = [
-            torch.cat([output.tensors[i] for output in outputs]) if x.dim() else x.clone()
-            for i, x in enumerate(self.tensors)
-        ]
-        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in joined]
-        return _Output(leaves if self.names is None else dict(zip(self.names, leaves, strict=True)))
-
-    def feed(self, loss: Callable[..., Tensor]) -> Tensor:
+    def call(self, loss: Callable[..., Tensor]) -> Tensor:
         if self.names is None:
             return loss(*self.tensors)
         return loss(**dict(zip(self.names, self.tensors, strict=True)))
-
-    def gradients(self, rows: list[list[int | None]]) -> list[list[Tensor | None]]:
-        """Cut the gradients for the outputs they are joined of; a number's goes to the last."""
-        by_tensor: list[Sequence[Tensor | None]] = []
-        for x, counts in zip(self.tensors, zip(*rows, strict=True), strict=True):
-            if x.grad is None:
-                by_tensor.append([None] * len(counts))
-            elif x.dim():
-                by_tensor.append(list(x.grad.split([n for n in counts if n is not None])))
-            else:
-                by_tensor.append([torch.zeros_like(x)] * (len(counts) - 1) + [x.grad])
-        return [list(of_output) for of_output in zip(*by_tensor, strict=True)]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> None:
         pairs = [
@@ -141,8 +125,47 @@ class _Output:
             torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
 
 
+def _find_scalars(outputs: Sequence[_Output]) -> list[bool]:
+    """Whether each tensor that the encoder returns is a scalar.
+
+    A tensor of shape (1,) may also hold one value per row, as labels do. It is a scalar if the
+    embeddings of some micro-batch have another number of rows.
+    """
+    other_rows = any(rows and 1 not in rows for rows in (output.rows() for output in outputs))
+    return [
+        all(x.dim() == 0 or (x.numel() == 1 and other_rows) for x in tensors)
+        for tensors in zip(*(output.tensors for output in outputs), strict=True)
+    ]
+
+
+def _join(outputs: Sequence[_Output], is_scalar: Sequence[bool]) -> _Output:
+    """All outputs as one, with leaf tensors: embeddings joined, scalars of the last micro-batch."""
+    last = outputs[-1]
+    joined = [
+        x.clone() if scalar else torch.cat([output.tensors[i] for output in outputs])
+        for i, (x, scalar) in enumerate(zip(last.tensors, is_scalar, strict=True))
+    ]
+    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in joined]
+    return _Output(leaves if last.names is None else dict(zip(last.names, leaves, strict=True)))
+
+
+def _split_gradients(
+    joined: _Output, outputs: Sequence[_Output], is_scalar: Sequence[bool]
+) -> list[list[Tensor | None]]:
+    """The gradients of each micro-batch's output; the last one gets those of scalars."""
+    by_tensor: list[Sequence[Tensor | None]] = []
+    for i, (x, scalar) in enumerate(zip(joined.tensors, is_scalar, strict=True)):
+        if x.grad is None:
+            by_tensor.append([None] * len(outputs))
+        elif scalar:
+            by_tensor.append([torch.zeros_like(x)] * (len(outputs) - 1) + [x.grad])
+        else:
+            by_tensor.append(list(x.grad.split([len(output.tensors[i]) for output in outputs])))
+    return [list(gradients) for gradients in zip(*by_tensor, strict=True)]
+
+
 @contextmanager
-def _unsynchronised(wrapped: Sequence[Any]) -> Iterator[None]:
+def _no_sync(wrapped: Sequence[Any]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in wrapped:
             stack.enter_context(module.no_sync())
@@ -150,7 +173,7 @@ def _unsynchronised(wrapped: Sequence[Any]) -> Iterator[None]:
 
 
 def _devices() -> list[int]:
-    """The CUDA devices whose random numbers an encoder may draw."""
+    """The CUDA devices whose random numbers an encoder may use."""
     return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
 
 

@@ -1,4 +1,4 @@
-"""InfoNCE: each query among all keys, and among keys that belong to nobody."""
+"""InfoNCE: each query among all keys and all hard negatives."""
 
 from __future__ import annotations
 
@@ -6,45 +6,45 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from allgrad.losses._arguments import BUDGET, Grads, contrastive
+from allgrad.losses._arguments import BUDGET, GradReduction, global_loss
+from allgrad.losses._kind import LossKind
 
 if TYPE_CHECKING:
-    from allgrad._wire.primitives import GroupLike
-    from allgrad.types import Sizes
+    from allgrad.types import GroupLike, Sizes
 
-__all__ = ["InfoNCE", "info_nce"]
+__all__ = ["InfoNCELoss", "info_nce_loss"]
 
 
-def info_nce(
+def info_nce_loss(
     query: Tensor,
     key: Tensor,
     scale: Tensor | float,
     hard_negatives: Tensor | None = None,
     *,
     label_smoothing: float = 0.0,
-    grads: Grads = "mean",
+    grad_reduction: GradReduction = "mean",
     sizes: Sizes = None,
     group: GroupLike = None,
     ring: bool | None = None,
     budget: int = BUDGET,
 ) -> Tensor:
-    """Find each query's key among those of all ranks: cross entropy along the rows of the scores.
+    """Cross entropy of each query among the keys and hard negatives of all ranks.
 
         rank 0   query [ a a ]     key [ a a ]     negatives [ x ]
         rank 1   query [ b ]       key [ b ]       negatives [ ]      --->   loss of [ a a | b | c c c ]
-        rank 2   query [ c c c ]   key [ c c c ]   negatives [ y y ]         among those and [ x | y y ]
+        rank 2   query [ c c c ]   key [ c c c ]   negatives [ y y ]         with negatives [ x | y y ]
 
     Every rank gets the loss of the joined batch. ``hard_negatives`` are further keys, (n, width) or
-    (pairs, n, width), as many on a rank as it likes; each is a negative for all queries of all
-    ranks. Gradient, arguments and cost as in ``clip_loss``.
+    (pairs, n, width); each is a negative for all queries of all ranks, and ranks may hold different
+    numbers of them. Gradient, other arguments and cost: see ``clip_loss``.
     """
-    return contrastive(
-        "info_nce",
+    return global_loss(
+        "info_nce_loss",
+        LossKind.SOFTMAX_ROWS,
         {"query": query, "key": key, "hard_negatives": hard_negatives},
         {"scale": scale},
-        kind="rows",
         label_smoothing=label_smoothing,
-        grads=grads,
+        grad_reduction=grad_reduction,
         sizes=sizes,
         group=group,
         ring=ring,
@@ -52,22 +52,22 @@ def info_nce(
     )
 
 
-class InfoNCE(nn.Module):
-    """``info_nce`` as a module."""
+class InfoNCELoss(nn.Module):
+    """``info_nce_loss`` as a module."""
 
     def __init__(
         self,
         *,
         label_smoothing: float = 0.0,
-        grads: Grads = "mean",
+        grad_reduction: GradReduction = "mean",
         sizes: Sizes = None,
         group: GroupLike = None,
         ring: bool | None = None,
         budget: int = BUDGET,
     ) -> None:
         super().__init__()
-        self.label_smoothing, self.grads, self.sizes = label_smoothing, grads, sizes
-        self.group, self.ring, self.budget = group, ring, budget
+        self.label_smoothing, self.grad_reduction = label_smoothing, grad_reduction
+        self.sizes, self.group, self.ring, self.budget = sizes, group, ring, budget
 
     def forward(
         self,
@@ -77,13 +77,13 @@ class InfoNCE(nn.Module):
         hard_negatives: Tensor | None = None,
     ) -> Tensor:
         """Give the loss."""
-        return info_nce(
+        return info_nce_loss(
             query,
             key,
             scale,
             hard_negatives,
             label_smoothing=self.label_smoothing,
-            grads=self.grads,
+            grad_reduction=self.grad_reduction,
             sizes=self.sizes,
             group=self.group,
             ring=self.ring,

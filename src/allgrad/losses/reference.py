@@ -1,7 +1,7 @@
-"""The losses as formulas: one process, all pairs, the whole matrix of scores.
+"""The losses as plain formulas: one process, all pairs, the whole score matrix.
 
-Row i of the scores belongs to query i, column j to key j, and pair i is in row i and column i.
-Tests and benchmarks compare with these; differentiable to any order, and as large as B x B.
+Row i of the scores is query i, column j is key j, and query i and key i are a pair. Tests and
+benchmarks compare with these. They have derivatives of any order and need memory for B x B scores.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ __all__ = ["clip", "info_nce", "siglip"]
 def clip(
     image: Tensor, text: Tensor, scale: Tensor | float, *, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Cross entropy of each image among all texts and of each text among all images, averaged."""
+    """The mean of two cross entropies: each image among all texts, each text among all images."""
     scores = scale * image @ text.T
-    return (_own_column(scores, label_smoothing) + _own_column(scores.T, label_smoothing)) / 2
+    return (_cross_entropy(scores, label_smoothing) + _cross_entropy(scores.T, label_smoothing)) / 2
 
 
 def info_nce(
@@ -30,19 +30,19 @@ def info_nce(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """Cross entropy of each query among all keys and all hard negatives."""
-    columns = key if hard_negatives is None else torch.cat([key, hard_negatives.flatten(0, -2)])
-    return _own_column(scale * query @ columns.T, label_smoothing)
+    keys = key if hard_negatives is None else torch.cat([key, hard_negatives.flatten(0, -2)])
+    return _cross_entropy(scale * query @ keys.T, label_smoothing)
 
 
 def siglip(
     image: Tensor, text: Tensor, scale: Tensor | float, bias: Tensor | float = 0.0
 ) -> Tensor:
-    """For each image and text, whether they are a pair: the sum over texts, the mean over images."""
+    """Binary cross entropy of each image and text: the sum over texts, averaged over images."""
     scores = scale * image @ text.T + bias
-    is_pair = 2 * torch.eye(len(image), dtype=scores.dtype, device=scores.device) - 1
-    return -functional.logsigmoid(is_pair * scores).sum() / len(image)
+    sign = 2 * torch.eye(len(image), dtype=scores.dtype, device=scores.device) - 1
+    return -functional.logsigmoid(sign * scores).sum() / len(image)
 
 
-def _own_column(scores: Tensor, label_smoothing: float) -> Tensor:
-    own = torch.arange(len(scores), device=scores.device)
-    return functional.cross_entropy(scores, own, label_smoothing=label_smoothing)
+def _cross_entropy(scores: Tensor, label_smoothing: float) -> Tensor:
+    targets = torch.arange(len(scores), device=scores.device)
+    return functional.cross_entropy(scores, targets, label_smoothing=label_smoothing)

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from allgrad.losses._arguments import BUDGET, Grads, contrastive
+from allgrad.losses._arguments import BUDGET, GradReduction, global_loss
+from allgrad.losses._kind import LossKind
 
 if TYPE_CHECKING:
-    from allgrad._wire.primitives import GroupLike
-    from allgrad.types import Sizes
+    from allgrad.types import GroupLike, Sizes
 
 __all__ = ["SigLipLoss", "siglip_loss"]
 
@@ -21,30 +21,30 @@ def siglip_loss(
     scale: Tensor | float,
     bias: Tensor | float | None = None,
     *,
-    grads: Grads = "mean",
+    grad_reduction: GradReduction = "mean",
     sizes: Sizes = None,
     group: GroupLike = None,
     ring: bool | None = None,
     budget: int = BUDGET,
 ) -> Tensor:
-    """Tell for each image and text of all ranks whether they are a pair: the sum over the texts.
+    """Binary cross entropy of each image with each text of all ranks: whether they are a pair.
 
         rank 0   image [ a a ]     text [ a a ]           loss of [ a a | b | c c c ]
         rank 1   image [ b ]       text [ b ]      --->   loss of [ a a | b | c c c ]
         rank 2   image [ c c c ]   text [ c c c ]         loss of [ a a | b | c c c ]
 
-    Every rank gets the loss of the joined batch, the mean over its images. Gradient and arguments
-    as in ``clip_loss``.
+    Every rank gets the loss of the joined batch: the sum over texts, averaged over images. Gradient
+    and arguments: see ``clip_loss``.
 
-    Cost: each score is computed once in the world. The gradient is made in the same pass, and
-    backward only multiplies it.
+    Cost: each score is computed once, by one rank. Forward computes the gradient in the same pass,
+    and backward only multiplies it.
     """
-    return contrastive(
+    return global_loss(
         "siglip_loss",
+        LossKind.SIGMOID,
         {"image": image, "text": text},
         {"scale": scale, "bias": bias},
-        kind="sigmoid",
-        grads=grads,
+        grad_reduction=grad_reduction,
         sizes=sizes,
         group=group,
         ring=ring,
@@ -53,19 +53,19 @@ def siglip_loss(
 
 
 class SigLipLoss(nn.Module):
-    """``siglip_loss`` as a module, called as open_clip calls its own."""
+    """``siglip_loss`` as a module with the call signature of open_clip's ``SigLipLoss``."""
 
     def __init__(
         self,
         *,
-        grads: Grads = "mean",
+        grad_reduction: GradReduction = "mean",
         sizes: Sizes = None,
         group: GroupLike = None,
         ring: bool | None = None,
         budget: int = BUDGET,
     ) -> None:
         super().__init__()
-        self.grads, self.sizes = grads, sizes
+        self.grad_reduction, self.sizes = grad_reduction, sizes
         self.group, self.ring, self.budget = group, ring, budget
 
     def forward(
@@ -76,13 +76,13 @@ class SigLipLoss(nn.Module):
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
-        """Give the loss, or a dict of it."""
+        """Give the loss, or a dict with it."""
         loss = siglip_loss(
             image_features,
             text_features,
             logit_scale,
             logit_bias,
-            grads=self.grads,
+            grad_reduction=self.grad_reduction,
             sizes=self.sizes,
             group=self.group,
             ring=self.ring,

@@ -1,4 +1,4 @@
-"""The state of a module or an optimizer: synced, compared, renamed, freed.
+"""The state of a module or an optimizer: sync, compare, verify; prefixes; storage.
 
 Imports ``collectives``, ``_wire``, ``containers``, ``_core`` and ``errors``.
 """

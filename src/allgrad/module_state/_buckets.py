@@ -1,4 +1,4 @@
-"""Many tensors as few messages: bytes of any dtypes packed one after another, without gaps."""
+"""Many tensors in few messages: bytes of all dtypes packed one after another, without gaps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Bucket", "buckets"]
 
 
 class Run(NamedTuple):
-    """Neighbours of one dtype."""
+    """Consecutive tensors of one dtype in a bucket."""
 
     dtype: torch.dtype
     tensors: list[Tensor]
@@ -31,7 +31,7 @@ class Run(NamedTuple):
 
 @dataclass(slots=True)
 class Bucket:
-    """Tensors of one device that travel together.
+    """Tensors of one device that are sent in one message.
 
     tensors   [ a a ]  [ b ]  [ c c c ]
     packed    [ a a | b | c c c ]           as bytes
@@ -50,7 +50,7 @@ class Bucket:
         return [x for run in self.runs for x in run.tensors]
 
     def in_place(self) -> Tensor | None:
-        """The bytes of one contiguous tensor alone, in its own memory."""
+        """A view of the bytes, if the bucket holds one contiguous tensor only; else None."""
         if len(self.runs) > 1 or len(self.runs[0].tensors) > 1:
             return None
         (x,) = self.runs[0].tensors
@@ -59,17 +59,17 @@ class Bucket:
         return as_bytes(x)
 
     def pack(self, flat: Tensor) -> None:
-        """Write the bytes of all to ``flat``."""
-        for places, run in self._places(flat):
-            foreach_copy_(places, run.tensors)
+        """Copy all tensors into the bytes of ``flat``."""
+        for views, run in self._views(flat):
+            foreach_copy_(views, run.tensors)
 
     def unpack(self, flat: Tensor) -> None:
-        """Write the bytes into the tensors, whatever their strides."""
-        for places, run in self._places(flat):
-            foreach_copy_(run.tensors, places)
+        """Copy the bytes of ``flat`` into the tensors, whatever their strides."""
+        for views, run in self._views(flat):
+            foreach_copy_(run.tensors, views)
 
-    def _places(self, flat: Tensor) -> Iterator[tuple[list[Tensor], Run]]:
-        """Where each of the tensors lies in the bytes: views, made in one call for each dtype."""
+    def _views(self, flat: Tensor) -> Iterator[tuple[list[Tensor], Run]]:
+        """Views of ``flat``, one for each tensor; made in one call for each dtype."""
         start = 0
         for run in self.runs:
             part = flat[start : start + run.nbytes].view(run.dtype)
@@ -78,15 +78,15 @@ class Bucket:
 
 
 def buckets(tensors: Sequence[Tensor], limit: int) -> list[Bucket]:
-    """Share the tensors out over buckets of at most ``limit`` bytes, a device at a time.
+    """Put the tensors into buckets of at most ``limit`` bytes, one device after another.
 
-    Those that are larger are alone in theirs; those without elements are in none. Wide dtypes go
-    first, so that each begins where its elements may begin (test_mixed_dtypes_leave_no_gaps).
+    A larger tensor has a bucket of its own; a tensor without elements is in no bucket. Wide dtypes
+    come first, so that every tensor is aligned without gaps (test_mixed_dtypes_leave_no_gaps).
     """
     kinds: defaultdict[torch.device, defaultdict[torch.dtype, tuple[list[Tensor], list[int]]]]
     kinds = defaultdict(lambda: defaultdict(lambda: ([], [])))
-    looks = map(attrgetter("device", "dtype", "nbytes"), tensors)
-    for x, (device, dtype, nbytes) in zip(tensors, looks, strict=True):
+    specs = map(attrgetter("device", "dtype", "nbytes"), tensors)
+    for x, (device, dtype, nbytes) in zip(tensors, specs, strict=True):
         if nbytes:
             held, lengths = kinds[device][dtype]
             held.append(x)

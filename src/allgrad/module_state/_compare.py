@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from torch.nn.parameter import is_lazy
 
 from allgrad.errors import InputError, TensorError
-from allgrad.module_state._differences import Difference, differences, mismatch, read, write
-from allgrad.module_state._entries import Entry, State, entries, tensors_and_others, without
-from allgrad.module_state._specs import facts, hindrance
-from allgrad.module_state._text_exchange import open_line
+from allgrad.module_state._differences import Difference, differences, mismatch
+from allgrad.module_state._entries import Entry, State, drop_ignored, entries, tensors_and_others
+from allgrad.module_state._exchange import StateExchange
+from allgrad.module_state._specs import entry_spec, why_unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,28 +23,28 @@ __all__ = ["compare", "verify"]
 def compare(
     module: State, *, group: GroupLike = None, ignore: Iterable[str] = ()
 ) -> list[Difference]:
-    """Tell every rank where the states of the ranks differ, and who has what.
+    """Return, on every rank, where the states of the ranks differ and what each rank has.
 
         rank 0   weight A  bias a              [weight: rank 2 has another value,
         rank 1   weight A  bias a     --->      bias: missing on rank 1]
         rank 2   weight B  bias a              the same list on every rank
 
-    Names, kinds, shapes, dtypes, ties and values are compared, the first that differs is named.
-    Values are compared bit for bit by a 128-bit hash of their elements in order: -0.0 differs from
-    0.0, a NaN equals one of the same bits, strides and devices do not count. A meta tensor has
-    no value. Ranks may hold different names.
+    Compared are names, kinds, dtypes, shapes, ties and values, in this order; the first difference
+    is reported. Values are compared bit for bit, by a 128-bit hash of the elements: -0.0 differs
+    from 0.0, a NaN equals a NaN of the same bits, strides and devices are ignored. A meta tensor
+    has no value. Ranks may hold different names.
 
-    ``module`` may also be an optimizer, whose settings are compared too (objects other than
-    numbers, texts and None by their type and length), or a dict of tensors by name.
+    ``module`` may also be an optimizer, whose settings are compared too (numbers, strings and
+    None by value, other objects by type and length), or a dict of tensors by name.
 
-    Cost: reading all values; one message of 40 bytes a rank when all is well. Otherwise the names
-    and hashes travel, never the values.
+    Cost: reading all values, and one message of 56 bytes from each rank if all states are equal.
+    Otherwise the ranks also exchange names and hashes, never the values.
     """
     return _differences("compare", module, group, ignore)
 
 
 def verify(module: State, *, group: GroupLike = None, ignore: Iterable[str] = ()) -> None:
-    """Raise ``StateMismatch`` on every rank unless all of them hold the same, as :func:`compare` finds.
+    """Raise ``StateMismatch`` on every rank unless :func:`compare` finds no difference.
 
     verify: every rank must hold the same state; 1 differs:
     fc.weight
@@ -62,29 +62,30 @@ def verify(module: State, *, group: GroupLike = None, ignore: Iterable[str] = ()
 
 
 def _differences(
-    op: str, module: State, group: GroupLike, ignore: Iterable[str]
+    caller: str, module: State, group: GroupLike, ignore: Iterable[str]
 ) -> list[Difference]:
     held: list[Entry] = []
     problem: InputError | None = None
     try:
-        held = without(op, module, entries(op, module), ignore)
-        _require_readable(op, held)
+        held = drop_ignored(caller, module, entries(caller, module), ignore)
+        _require_readable(caller, held)
     except InputError as error:
         problem = error
-    line = open_line(op, group, held)
-    alone = line.ranks.size == 1 or problem is not None
-    said = {} if alone else {entry.name: facts(entry, values=True) for entry in held}
-    text = write(said)
-    texts = line.compare(text, lambda: text, problem)
-    return [] if texts is None else differences([read(text) for text in texts])
+    exchange = StateExchange.open(caller, group, held)
+    skip = exchange.call.size == 1 or problem is not None
+    specs = {} if skip else {entry.name: entry_spec(entry, values=True) for entry in held}
+    summary = repr([(name, *spec) for name, spec in specs.items()])
+    by_rank = exchange.compare(summary, lambda: specs, problem)
+    return [] if by_rank is None else differences(by_rank)
 
 
-def _require_readable(op: str, held: Sequence[Entry]) -> None:
+def _require_readable(caller: str, held: Sequence[Entry]) -> None:
     for entry in tensors_and_others(held)[0]:
         x = entry.value
         if x.is_meta or is_lazy(x):
-            continue  # it has no value, which may be the same on every rank
-        if why := hindrance(x, writing=False):
+            continue  # it has no value to compare
+        if reason := why_unreadable(x, writing=False):
             raise TensorError(
-                f"{op}: {entry.name} is {why}.\nName it in ignore, or compare what it is made of."
+                f"{caller}: {entry.name} is {reason}.\n"
+                "Name it in ignore, or compare the tensors that it is made of."
             )

@@ -1,4 +1,4 @@
-"""What a state holds, name by name: the tensors and settings of a module, an optimizer or a dict.
+"""The entries of a state, by name: tensors and settings of a module, an optimizer or a dict.
 
 module      fc.weight, fc.bias, norm.running_mean      as ``state_dict`` names them
 optimizer   state[0]['exp_avg'], param_groups[0]['lr'] as its ``state_dict()`` is indexed
@@ -26,9 +26,9 @@ __all__ = [
     "Setting",
     "State",
     "assign_settings",
+    "drop_ignored",
     "entries",
     "tensors_and_others",
-    "without",
 ]
 
 State: TypeAlias = nn.Module | Optimizer | Mapping[str, Any]
@@ -37,9 +37,9 @@ Kind: TypeAlias = Literal["parameter", "buffer", "tensor", "setting", "object"]
 
 
 class Entry(NamedTuple):
-    """One name, and what this rank holds under it.
+    """A name and the value that this rank holds under it.
 
-    A tensor that has an earlier name too is ``tied`` to it: it is read and written there.
+    A tensor that also has an earlier name is ``tied`` to that name, and is read and written there.
     """
 
     name: str
@@ -48,8 +48,8 @@ class Entry(NamedTuple):
     tied: str = ""
 
 
-def entries(op: str, state: State) -> list[Entry]:
-    """List what the state holds, by name: in whatever order it was built, ranks list it alike."""
+def entries(caller: str, state: State) -> list[Entry]:
+    """List the entries sorted by name: the order on every rank, however the state was built."""
     if isinstance(state, nn.Module):
         return _by_name(_of_module(state))
     if isinstance(state, Optimizer):
@@ -57,31 +57,35 @@ def entries(op: str, state: State) -> list[Entry]:
     if isinstance(state, Mapping):
         if unnamed := [key for key in state if not isinstance(key, str)]:
             raise InputError(
-                f"{op}: a dict of tensors has names for keys, not {unnamed[0]!r}.\n"
+                f"{caller}: the keys of a dict of tensors must be strings, not {unnamed[0]!r}.\n"
                 "Give {name: tensor}."
             )
         return _by_name(_entry(name, value) for name, value in state.items())
     raise InputError(
-        f"{op}: {type(state).__name__} is no state.\n"
+        f"{caller}: {type(state).__name__} is not a state.\n"
         "Give a torch.nn.Module, a torch.optim.Optimizer, or a dict of tensors by name."
     )
 
 
 def tensors_and_others(held: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """Part the entries that hold tensors from those that hold settings and objects."""
+    """Separate the entries that hold tensors from those that hold settings and objects."""
     others = [entry for entry in held if entry.kind in {"setting", "object"}]
     if not others:
         return list(held), others
     return [entry for entry in held if entry.kind not in {"setting", "object"}], others
 
 
-def without(op: str, state: State, found: Sequence[Entry], ignore: Iterable[str]) -> list[Entry]:
-    """Leave out the entries that ``ignore`` names, and tie the others to their first name left.
+def drop_ignored(
+    caller: str, state: State, found: Sequence[Entry], ignore: Iterable[str]
+) -> list[Entry]:
+    """Leave out the entries that ``ignore`` names; mark the remaining tied tensors.
 
-    A name stands for an entry, or for all that lies under it: a submodule, a parameter's state.
+    A name is that of an entry, or of everything below it: a submodule, the state of a parameter.
     """
     if isinstance(ignore, str):
-        raise InputError(f"{op}: ignore={ignore!r} is one text.\nGive a list, [{ignore!r}].")
+        raise InputError(
+            f"{caller}: ignore={ignore!r} is a single string.\nGive a list, [{ignore!r}]."
+        )
     names = set(ignore)
     if not names and len({id(entry.value) for entry in found}) == len(found):
         return list(found)
@@ -90,22 +94,22 @@ def without(op: str, state: State, found: Sequence[Entry], ignore: Iterable[str]
     first: dict[int, str] = {}
     kept = []
     for entry in found:
-        above = names.intersection(_above(entry.name)) if names else names
-        used |= above
-        if not above:
+        matching = names.intersection(_prefixes(entry.name)) if names else names
+        used |= matching
+        if not matching:
             tied = first.setdefault(id(entry.value), entry.name)
             is_tied = isinstance(entry.value, Tensor) and tied != entry.name
             kept.append(Entry(entry.name, entry.kind, entry.value, tied) if is_tied else entry)
     if unknown := sorted(names - used - modules):
         raise InputError(
-            f"{op}: ignore names nothing in this {type(state).__name__}: {', '.join(unknown)}.\n"
+            f"{caller}: ignore names nothing in this {type(state).__name__}: {', '.join(unknown)}.\n"
             "Give names of parameters, buffers or submodules, as named_parameters() shows them."
         )
     return kept
 
 
 def assign_settings(optimizer: Optimizer, values: Mapping[str, Setting]) -> None:
-    """Write settings back where :func:`entries` found them; containers keep their types."""
+    """Assign settings by the names of :func:`entries`; containers keep their types."""
     for part in (*_states(optimizer), *_groups(optimizer)):
         if not values.keys().isdisjoint(part.names):
             pairs = zip(part.names, part.leaves, strict=True)
@@ -118,7 +122,7 @@ def _by_name(found: Iterable[Entry]) -> list[Entry]:
 
 
 def _of_module(module: nn.Module) -> Iterator[Entry]:
-    # named_parameters() would look up every tensor it has seen, though all are wanted here.
+    # named_parameters() is slower: it looks up every tensor to find duplicates.
     kinds: tuple[tuple[Kind, str], ...] = (("parameter", "_parameters"), ("buffer", "_buffers"))
     for path, part in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -137,7 +141,7 @@ def _entry(name: str, value: object) -> Entry:
 
 
 class _Dict:
-    """One dict of an optimizer, taken apart: a parameter's state, or the settings of a group."""
+    """One flattened dict of an optimizer: the state of a parameter, or the settings of a group."""
 
     def __init__(self, name: str, owner: dict[str, Any], *, leave_out: str | None = None) -> None:
         self.owner = owner
@@ -149,7 +153,7 @@ class _Dict:
 def _states(optimizer: Optimizer) -> Iterator[_Dict]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in enumerate(parameters):
-        if parameter in optimizer.state:  # a defaultdict: looking it up would make one
+        if parameter in optimizer.state:  # a defaultdict: indexing would add an entry
             yield _Dict(f"state[{number}]", optimizer.state[parameter])
 
 
@@ -163,13 +167,13 @@ def _of_optimizer(optimizer: Optimizer) -> Iterator[Entry]:
         for name, leaf in zip(part.names, part.leaves, strict=True):
             yield _entry(name, leaf)
     for number, group in enumerate(optimizer.param_groups):
-        # The parameters themselves are the module's; here only their number counts.
+        # The parameters belong to the module; here only their number is compared.
         yield Entry(f"param_groups[{number}]['params']", "object", group["params"])
 
 
-def _above(name: str) -> Iterator[str]:
-    """The name itself, and every name it lies under: a.b.c, a, a.b or state[0]['x'], state[0]."""
+def _prefixes(name: str) -> Iterator[str]:
+    """The name itself and the names above it: a.b.c, a, a.b, or state[0]['x'], state, state[0]."""
     yield name
-    for place, letter in enumerate(name):
-        if letter in ".[" and place:
-            yield name[:place]
+    for position, letter in enumerate(name):
+        if letter in ".[" and position:
+            yield name[:position]

@@ -1,4 +1,4 @@
-"""What can be said of an entry without sending it: kind, dtype, shape, piece, a hash of its value."""
+"""The spec of an entry: kind, dtype, shape, piece of a DTensor, device, hash of the value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from allgrad._wire.handshake import DTYPES
+from allgrad._wire.codec import DTYPES, dtype_name
 from allgrad.module_state._entries import tensors_and_others
 
 if TYPE_CHECKING:
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from allgrad.module_state._entries import Entry
 
 __all__ = [
-    "Facts",
-    "all_usual",
+    "EntrySpec",
+    "all_plain",
     "as_bytes",
-    "device_words",
-    "facts",
-    "hindrance",
+    "device_names",
+    "entry_spec",
     "local_piece",
-    "outline",
+    "spec_summary",
+    "why_unreadable",
 ]
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
-_DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
+_DTYPES = frozenset(DTYPES)
 
 
-class Facts(NamedTuple):
-    """What one rank says of an entry, in words; ranks that hold the same say the same."""
+class EntrySpec(NamedTuple):
+    """What a rank tells the others about an entry; equal on ranks that hold the same."""
 
     kind: str
     dtype: str = ""
@@ -53,31 +53,31 @@ class Facts(NamedTuple):
         return " ".join(word for word in (kind, *shown) if word) or self.kind
 
 
-def facts(entry: Entry, *, device: str = "", values: bool = False) -> Facts:
-    """Put into words what this rank holds, with a hash of its bits if ``values`` are asked for."""
-    held = entry.value
+def entry_spec(entry: Entry, *, device: str = "", values: bool = False) -> EntrySpec:
+    """Describe what this rank holds; with ``values``, include a hash of its bits."""
+    value = entry.value
     if entry.kind == "setting":
-        return Facts("setting", value=json.dumps(held) if values else "")
+        return EntrySpec("setting", value=json.dumps(value) if values else "")
     if entry.kind == "object":
-        length = f"of length {len(held)}" if isinstance(held, Sized) else ""
-        return Facts("object", type(held).__qualname__, length)
+        length = f"of length {len(value)}" if isinstance(value, Sized) else ""
+        return EntrySpec("object", type(value).__qualname__, length)
     tied = f"tied to {entry.tied}" if entry.tied else ""
-    if is_lazy(held):
-        return Facts(entry.kind, _name(held.dtype), "uninitialised", "", tied, device)
-    value = _fingerprint(held) if values and not tied else ""
-    shape = str(tuple(held.shape))
-    return Facts(entry.kind, _name(held.dtype), shape, _piece(held), tied, device, value)
+    if is_lazy(value):
+        return EntrySpec(entry.kind, dtype_name(value.dtype), "uninitialised", "", tied, device)
+    shape, piece = str(tuple(value.shape)), _piece(value)
+    hashed = _value_hash(value) if values and not tied else ""
+    return EntrySpec(entry.kind, dtype_name(value.dtype), shape, piece, tied, device, hashed)
 
 
-def hindrance(x: Tensor, *, writing: bool) -> str | None:
-    """Say what keeps a tensor's bytes from being read here, and written if that is meant."""
+def why_unreadable(x: Tensor, *, writing: bool) -> str | None:
+    """Why the bytes of a tensor cannot be read (or, with ``writing``, written); None if they can."""
     if is_lazy(x):
         return "not initialised yet"
     if x.is_meta:
         return "on the meta device, without values"
     if x.is_nested or x.layout != torch.strided:
         return "not dense"
-    if x.is_quantized or x.dtype not in _DTYPE_NAMES:
+    if x.is_quantized or x.dtype not in _DTYPES:
         return "of a dtype that cannot be read as bytes"
     if hasattr(x, "__tensor_flatten__") and not _is_dtensor(x):
         return f"made of other tensors ({type(x).__name__})"
@@ -86,47 +86,50 @@ def hindrance(x: Tensor, *, writing: bool) -> str | None:
     return None
 
 
-def all_usual(tensors: Sequence[Tensor]) -> bool:
-    """Tell quickly that nothing hinders any of them: plain, dense, contiguous, with values."""
+def all_plain(tensors: Sequence[Tensor]) -> bool:
+    """Fast check that every tensor can be read and written: plain, dense, contiguous, with values."""
     if not _PLAIN.issuperset(map(type, tensors)):
         return False
-    kinds = set(map(attrgetter("layout", "dtype", "is_nested", "is_meta"), tensors))
-    usual = {(torch.strided, dtype, False, False) for dtype in _DTYPE_NAMES}
-    return kinds <= usual and all(map(Tensor.is_contiguous, tensors))
+    found = set(map(attrgetter("layout", "dtype", "is_nested", "is_meta"), tensors))
+    plain = {(torch.strided, dtype, False, False) for dtype in _DTYPES}
+    return found <= plain and all(map(Tensor.is_contiguous, tensors))
 
 
-def outline(held: Sequence[Entry]) -> str:
-    """The facts of all entries but their values, quickly and for hashing only.
+def spec_summary(held: Sequence[Entry]) -> str:
+    """A text to be hashed: the specs of all entries without values, faster than one by one.
 
-    Ranks have the same outline exactly when they have the same facts, values aside.
+    Ranks have the same summary if and only if they have the same specs, values aside.
     """
     tensors, others = tensors_and_others(held)
-    looks = list(map(attrgetter("value.dtype", "value.shape", "value.device"), tensors))
-    turns = {look: turn for turn, look in enumerate(dict.fromkeys(looks))}
-    devices = device_words(device for _, _, device in turns)
+    shapes = list(map(attrgetter("value.dtype", "value.shape", "value.device"), tensors))
+    numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
+    devices = device_names(device for _, _, device in numbers)
     columns = (
         [entry.name for entry in tensors],
         [entry.kind for entry in tensors],
         [entry.tied for entry in tensors],
-        [turns[look] for look in looks],
-        [(_name(dtype), tuple(shape), devices[device]) for dtype, shape, device in turns],
+        [numbers[shape] for shape in shapes],
+        [(dtype_name(dtype), tuple(shape), devices[device]) for dtype, shape, device in numbers],
         [(e.name, p) for e in tensors if type(e.value) not in _PLAIN and (p := _piece(e.value))],
-        [(entry.name, *facts(entry)) for entry in others],
+        [(entry.name, *entry_spec(entry)) for entry in others],
     )
     return "\n".join(map(repr, columns))
 
 
-def device_words(devices: Iterable[torch.device]) -> dict[torch.device, str]:
-    """Name devices by their kind and by their turn.
+def device_names(devices: Iterable[torch.device]) -> dict[torch.device, str]:
+    """Name devices by type and by order of first use.
 
-    Ranks may use devices of different numbers, but must share tensors out over them alike.
+    Ranks may use devices with different indices, but must place the tensors on them in the same way.
     """
-    seen = enumerate(dict.fromkeys(devices))
-    return {device: f"{device.type}{f' (device {turn})' if turn else ''}" for turn, device in seen}
+    distinct = enumerate(dict.fromkeys(devices))
+    return {
+        device: f"{device.type} (device {order})" if order else device.type
+        for order, device in distinct
+    }
 
 
 def local_piece(x: Tensor) -> Tensor:
-    """The plain tensor that holds this rank's bytes, in the same memory."""
+    """The plain tensor with this rank's part of ``x``, in the same memory."""
     if type(x) in _PLAIN:
         return x
     if _is_dtensor(x):
@@ -136,12 +139,12 @@ def local_piece(x: Tensor) -> Tensor:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """A tensor's bytes in the order of its elements; a view of its memory where that is possible."""
+    """The bytes of a tensor, in the order of its elements; a view of its memory if possible."""
     return x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 @torch.no_grad()
-def _fingerprint(x: Tensor) -> str:
+def _value_hash(x: Tensor) -> str:
     if x.is_meta:
         return "on meta"
     hashed: Any = as_bytes(local_piece(x)).cpu().numpy()
@@ -153,22 +156,18 @@ def _is_dtensor(x: Tensor) -> bool:
 
 
 def _piece(x: Any) -> str:
-    """Which piece of a DTensor this rank holds: nothing to say of the axes that replicate it.
+    """Which piece of a DTensor this rank holds, without the mesh axes that replicate it.
 
-    Ranks that say the same hold the same piece, whichever meshes they hold it on.
+    Equal on ranks that hold the same piece, whatever their meshes.
     """
     if not _is_dtensor(x):
         return ""
     coordinate = x.device_mesh.get_coordinate()
     if coordinate is None:
         return "outside its mesh"
-    words = [
+    pieces = [
         f"{placement} piece {at} of {length}"
         for placement, at, length in zip(x.placements, coordinate, x.device_mesh.shape, strict=True)
         if not placement.is_replicate()
     ]
-    return ", ".join(words) or "replicated"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return _DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+    return ", ".join(pieces) or "replicated"

@@ -1,11 +1,10 @@
-"""``sync``: every rank ends with the state of one of them."""
+"""``sync``: give every rank the state of one rank."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict, deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,28 +12,28 @@ from torch.optim import Optimizer
 
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import check_rank
-from allgrad.errors import AllgradError, GroupError, InputError, TensorError
+from allgrad.errors import GroupError, InputError, TensorError
 from allgrad.module_state._buckets import Bucket, buckets
-from allgrad.module_state._differences import differences, mismatch, read, write
+from allgrad.module_state._differences import differences, mismatch
 from allgrad.module_state._entries import (
     Entry,
-    Setting,
     State,
     assign_settings,
+    drop_ignored,
     entries,
     tensors_and_others,
-    without,
 )
+from allgrad.module_state._exchange import StateExchange
+from allgrad.module_state._messages import decode_settings, encode_settings
 from allgrad.module_state._specs import (
-    Facts,
-    all_usual,
-    device_words,
-    facts,
-    hindrance,
+    EntrySpec,
+    all_plain,
+    device_names,
+    entry_spec,
     local_piece,
-    outline,
+    spec_summary,
+    why_unreadable,
 )
-from allgrad.module_state._text_exchange import Line, open_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -45,7 +44,7 @@ __all__ = ["sync"]
 
 _THE_CALL = "the call"
 _MIB = 2**20
-_AT_ONCE = 2
+_BUCKETS_AT_ONCE = 2
 
 
 @torch.inference_mode()  # views are cheaper to make than under no_grad
@@ -58,28 +57,27 @@ def sync(
     buffers: bool = True,
     bucket_mb: float = 4,
 ) -> None:
-    """Give every rank the state that ``src`` has: the values of all parameters and buffers.
+    """Give every rank the state of ``src``: the values of all parameters and buffers.
 
         rank 0   weight A  bias a              weight A  bias a
         rank 1   weight B  bias b     --->     weight A  bias a
         rank 2   weight C  bias c              weight A  bias a
 
-    Values are written in place, bit for bit; strides, ``requires_grad`` and ``grad`` stay. Buffers
-    that are not persistent are written too. A weight under several names is sent once.
+    Values are written in place, bit for bit; strides, ``requires_grad`` and ``grad`` do not change.
+    Buffers that are not persistent are written too. A tensor under several names is sent once.
 
-    ``module`` may also be an optimizer, whose numbers, texts and None are sent too, or a dict of
-    tensors by name. Of a DTensor the local pieces are sent, if all ranks of the group hold the
-    same piece.
+    ``module`` may also be an optimizer, whose numbers, strings and None are sent too, or a dict
+    of tensors by name. A DTensor is synced if all ranks of the group hold the same piece of it.
 
-    ``ignore`` names parameters and buffers, or submodules for all they hold; ``buffers=False``
-    leaves out all buffers.
+    ``ignore`` names parameters, buffers or whole submodules; ``buffers=False`` leaves out all
+    buffers.
 
-    Before any value moves the ranks compare what they hold: if a name, shape, dtype, kind of
-    device or argument differs, every rank raises ``StateMismatch`` and no rank is changed.
+    Before any value is sent, the ranks compare what they hold: if a name, shape, dtype, device type
+    or argument differs, every rank raises ``StateMismatch`` and no rank is changed.
 
-    Cost: one small message, then one broadcast for each ``bucket_mb`` MiB, tensors of all dtypes
-    together, two at once. A larger tensor travels alone, from its memory to its memory. An
-    optimizer's settings take one message more.
+    Cost: one small message, then one broadcast for each ``bucket_mb`` MiB of tensors of all dtypes,
+    two broadcasts at a time. A larger tensor has a broadcast of its own, without a copy. The
+    settings of an optimizer take one more message.
     """
     held: list[Entry] = []
     problem: InputError | None = None
@@ -87,120 +85,124 @@ def sync(
     try:
         limit = _bytes_of_bucket(bucket_mb)
         everything = entries("sync", module)
-        kept = without("sync", module, everything, ignore)
+        kept = drop_ignored("sync", module, everything, ignore)
         held = kept if buffers else [entry for entry in kept if entry.kind != "buffer"]
         _require_values(held)
     except InputError as error:
         problem = error
-    line = open_line("sync", group, held)
+    exchange = StateExchange.open("sync", group, held)
     try:
-        src = check_rank("sync", line.ranks, "src", src)
+        src = check_rank("sync", exchange.call, "src", src)
     except GroupError as error:
         problem = problem or error
     call = f"sync, src={src}, bucket of {limit} bytes"
-    _agree(line, call, [] if problem else held, problem)
-    if line.ranks.size > 1:
-        _send_tensors(line, src, held, limit)
-        _send_settings(line, src, module, held)
+    _require_same(exchange, call, [] if problem else held, problem)
+    if exchange.call.size > 1:
+        _send_tensors(exchange, src, held, limit)
+        _send_settings(exchange, src, module, held)
 
 
 def _bytes_of_bucket(bucket_mb: object) -> int:
     number = isinstance(bucket_mb, (int, float)) and not isinstance(bucket_mb, bool)
     if not number or not 0 < bucket_mb < math.inf:  # type: ignore[operator]
         raise InputError(
-            f"sync: bucket_mb={bucket_mb!r} is not a size.\nGive the MiB of one message, as 4."
+            f"sync: bucket_mb={bucket_mb!r} is not a size.\nGive the size of one message in MiB, for example 4."
         )
     return max(1, int(bucket_mb * _MIB))  # type: ignore[operator]
 
 
 def _require_values(held: Sequence[Entry]) -> None:
     tensors, _ = tensors_and_others(held)
-    if all_usual([entry.value for entry in tensors]):
+    if all_plain([entry.value for entry in tensors]):
         return
     reasons: dict[str, list[str]] = {}
     for entry in tensors:
-        if why := hindrance(entry.value, writing=True):
-            reasons.setdefault(why, []).append(entry.name)
-    for why, names in reasons.items():
+        if reason := why_unreadable(entry.value, writing=True):
+            reasons.setdefault(reason, []).append(entry.name)
+    for reason, names in reasons.items():
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         raise TensorError(
-            f"sync: {', '.join(names[:8])}{more}: {why}.\n"
+            f"sync: {', '.join(names[:8])}{more}: {reason}.\n"
             "Give every rank dense tensors with memory of their own, or name these in ignore."
         )
 
 
-def _agree(line: Line, call: str, held: Sequence[Entry], problem: InputError | None) -> None:
-    """Let every rank raise unless all of them brought the same."""
+def _require_same(
+    exchange: StateExchange, call: str, held: Sequence[Entry], problem: InputError | None
+) -> None:
+    """Raise on every rank unless all ranks make the same call with the same entries."""
 
-    def text() -> str:
-        devices = device_words(e.value.device for e in tensors_and_others(held)[0])
-        said = {_THE_CALL: Facts(call)}
+    def specs() -> dict[str, EntrySpec]:
+        devices = device_names(e.value.device for e in tensors_and_others(held)[0])
+        found = {_THE_CALL: EntrySpec(call)}
         for entry in held:
             device = devices[entry.value.device] if isinstance(entry.value, Tensor) else ""
-            said[entry.name] = facts(entry, device=device)
-        return write(said)
+            found[entry.name] = entry_spec(entry, device=device)
+        return found
 
-    texts = line.compare(f"{call}\n{outline(held)}", text, problem)
-    if texts is None:
+    by_rank = exchange.compare(f"{call}\n{spec_summary(held)}", specs, problem)
+    if by_rank is None:
         return
-    heard = [read(text) for text in texts]
+    # A rank that makes another call sends no such entry.
     calls = differences(
-        [{name: f for name, f in one.items() if name == _THE_CALL} for one in heard]
+        [{_THE_CALL: found[_THE_CALL]} if _THE_CALL in found else {} for found in by_rank]
     )
     raise mismatch(
         "sync: every rank must call it with the same arguments and hold the same names, shapes "
         "and dtypes",
-        calls or differences(heard),
+        calls or differences(by_rank),
         "Build the same state on every rank before the call, or name what differs in ignore.",
     )
 
 
-def _send_tensors(line: Line, src: int, held: Sequence[Entry], limit: int) -> None:
-    """Send the buckets, two at once: while one travels the next is packed and the last unpacked."""
+def _send_tensors(exchange: StateExchange, src: int, held: Sequence[Entry], limit: int) -> None:
+    """Send two buckets at a time: while one is sent, the next is packed and the last unpacked."""
     tensors, _ = tensors_and_others(held)
-    own = [local_piece(entry.value) for entry in tensors if not entry.tied]
-    all_buckets = buckets(own, limit)
-    packed = _Memory(max((b.nbytes for b in all_buckets if b.in_place() is None), default=0))
-    under_way: deque[Callable[[], None]] = deque()
+    pieces = [local_piece(entry.value) for entry in tensors if not entry.tied]
+    all_buckets = buckets(pieces, limit)
+    memory = _Memory(max((b.nbytes for b in all_buckets if b.in_place() is None), default=0))
+    pending: deque[Callable[[], None]] = deque()
     for bucket in all_buckets:
-        if len(under_way) == _AT_ONCE:
-            under_way.popleft()()
-        under_way.append(_start(line, src, bucket, packed))
-    for finish in under_way:
+        if len(pending) == _BUCKETS_AT_ONCE:
+            pending.popleft()()
+        pending.append(_start(exchange, src, bucket, memory))
+    for finish in pending:
         finish()
 
 
 class _Memory:
-    """Memory for the buckets under way, used again when they have arrived."""
+    """Memory for the pending buckets, reused when a bucket is done."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._turns: defaultdict[torch.device, deque[Tensor]] = defaultdict(deque)
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._blocks: defaultdict[torch.device, deque[Tensor]] = defaultdict(deque)
 
     def take(self, bucket: Bucket) -> Tensor:
-        turns = self._turns[bucket.device]
-        if len(turns) < _AT_ONCE:
-            turns.append(torch.empty(self._most, dtype=torch.uint8, device=bucket.device))
+        blocks = self._blocks[bucket.device]
+        if len(blocks) < _BUCKETS_AT_ONCE:
+            blocks.append(torch.empty(self._nbytes, dtype=torch.uint8, device=bucket.device))
         else:
-            turns.rotate()
-        return turns[-1][: bucket.nbytes]
+            blocks.rotate()
+        return blocks[-1][: bucket.nbytes]
 
 
-def _start(line: Line, src: int, bucket: Bucket, packed: _Memory) -> Callable[[], None]:
-    """Start to send a bucket; give what ends it."""
-    receives, alone = line.ranks.rank != src, bucket.in_place()
-    flat = packed.take(bucket) if alone is None else alone
-    if alone is None and not receives:  # what the others pass is not read
+def _start(
+    exchange: StateExchange, src: int, bucket: Bucket, memory: _Memory
+) -> Callable[[], None]:
+    """Start to send a bucket; return the function that waits for it."""
+    receives, in_place = exchange.call.rank != src, bucket.in_place()
+    flat = memory.take(bucket) if in_place is None else in_place
+    if in_place is None and not receives:  # only src is read
         bucket.pack(flat)
-    carried = flat if _carries(line, flat.device) else flat.to(line.device)
-    wait = wire.overwrite(line.ranks, carried, src)
+    message = flat if _can_send(exchange.call, flat.device) else flat.to(exchange.device)
+    wait = wire.overwrite(exchange.call, message, src)
 
     def finish() -> None:
         wait()
         if not receives:
             return
-        flat.copy_(carried)  # nothing happens if they are the same
-        if alone is None:
+        flat.copy_(message)  # no copy if they are one tensor
+        if in_place is None:
             bucket.unpack(flat)
         else:
             torch.autograd.graph.increment_version(bucket.tensors)
@@ -208,31 +210,20 @@ def _start(line: Line, src: int, bucket: Bucket, packed: _Memory) -> Callable[[]
     return finish
 
 
-def _carries(line: Line, device: torch.device) -> bool:
+def _can_send(call: wire.Call, device: torch.device) -> bool:
     try:
-        line.ranks.group.backend(device)
+        call.group.backend(device)
     except GroupError:
         return False
     return True
 
 
-def _send_settings(line: Line, src: int, state: State, held: Sequence[Entry]) -> None:
+def _send_settings(exchange: StateExchange, src: int, state: State, held: Sequence[Entry]) -> None:
     settings = [entry for entry in held if entry.kind == "setting"]
     if not settings or not isinstance(state, Optimizer):
         return
-    text = line.from_rank(src, json.dumps([entry.value for entry in settings]))
-    if line.ranks.rank != src:
-        values = _read_settings(text, len(settings))
+    message = exchange.from_rank(src, encode_settings([entry.value for entry in settings]))
+    if exchange.call.rank != src:
+        values = decode_settings(message, src, len(settings))
         names = [entry.name for entry in settings]
         assign_settings(state, dict(zip(names, values, strict=True)))
-
-
-def _read_settings(text: str, count: int) -> list[Setting]:
-    try:
-        values: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        values = None
-    good = isinstance(values, list) and len(values) == count
-    if not good or not all(v is None or isinstance(v, (int, float, str)) for v in values):
-        raise AllgradError("sync: the settings that came from src are garbled.")
-    return values  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""``rename_prefix``: the names of a state dict, moved under another name."""
+"""``rename_prefix``: change a prefix of the names in a state dict."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["rename_prefix"]
 
 
 def rename_prefix(state_dict: dict[str, Any], old: str, new: str) -> None:
-    """Give every name that begins with ``old`` the beginning ``new`` instead, in place.
+    """Replace the prefix ``old`` by ``new`` in every name that has it, in place.
 
     {"layer.w": a, "head.w": b}, "layer.", "module.layer."   --->   {"module.layer.w": a, "head.w": b}
 
-    Names keep their places in the order; values are the same objects. The versions that torch
-    keeps in ``state_dict._metadata`` move along, so ``load_state_dict`` still finds them. Two
-    entries that would end under one name raise, and nothing is changed.
+    The order of the names and the value objects do not change. The versions in torch's
+    ``state_dict._metadata`` are renamed too, so that ``load_state_dict`` finds them. If two entries
+    would get the same name, it raises and changes nothing.
     """
     if old == new:
         raise InputError(
-            f"rename_prefix: old and new are both {old!r}.\nGive two prefixes that are distinct."
+            f"rename_prefix: old and new are both {old!r}.\nGive two different prefixes."
         )
     renamed = {key: _renamed(key, old, new) for key in state_dict}
     if len(set(renamed.values())) < len(renamed):
@@ -40,7 +40,7 @@ def _renamed(key: str, old: str, new: str) -> str:
 
 
 def _rename_modules(metadata: dict[str, Any], old: str, new: str) -> None:
-    """Rename modules: what is "layer" here is "layer." in the names of its entries."""
+    """Rename modules: a module is "layer" here, and the prefix of its entries is "layer."."""
     stayed, moved = {}, {}
     for module, value in metadata.items():
         prefix = f"{module}." if module else ""
@@ -49,7 +49,7 @@ def _rename_modules(metadata: dict[str, Any], old: str, new: str) -> None:
         else:
             stayed[module] = value
     metadata.clear()
-    # The module that moves to a wrapper's place replaces it.
+    # A module that gets the name of its former wrapper replaces the entry of the wrapper.
     metadata.update({**stayed, **moved})
 
 

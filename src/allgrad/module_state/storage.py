@@ -1,4 +1,4 @@
-"""A tensor's memory, given back and taken again while the tensor stays."""
+"""Free the memory of a tensor and allocate it again, while the tensor object stays."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["free_storage", "is_allocated", "restore_storage"]
 
 
 def is_allocated(t: Tensor) -> bool:
-    """Tell whether the tensor has memory now; one without elements, or on meta, has none."""
+    """Tell whether the tensor has memory; an empty or meta tensor has none."""
     return t.untyped_storage().data_ptr() != 0
 
 
 def free_storage(t: Tensor) -> bool:
-    """Give the tensor's memory back; shape, strides and dtype stay. Tell whether there was any.
+    """Free the memory of the tensor; shape, strides and dtype stay. Tell whether there was any.
 
         t = zeros(4, 8)   --->   t.shape is (4, 8), no memory   --restore_storage-->   new memory
 
-    The tensor must have the memory for itself: one that uses only a part, or starts inside it,
-    raises, since others use the rest. Views of the whole tensor lose their memory with it, and
-    get it back with it.
+    The tensor must use all of its storage: a tensor that uses only a part raises, since other
+    tensors may use the rest. Views of the whole tensor lose their memory too, and get it back
+    together with the tensor.
     """
     _require_memory("free_storage", t)
     storage = t.untyped_storage()
@@ -34,11 +34,11 @@ def free_storage(t: Tensor) -> bool:
         return False
     if t.storage_offset() != 0 or storage.size() != t.numel() * t.element_size():
         raise TensorError(
-            "free_storage: the tensor is not alone in its memory.\n"
+            "free_storage: the tensor uses only a part of its storage, or elements of it twice.\n"
             f"  tensor:  {tuple(t.shape)}, {t.numel() * t.element_size()} bytes "
             f"from element {t.storage_offset()}\n"
             f"  storage: {storage.size()} bytes\n"
-            "Free the tensor that owns all of it, or clone this one first."
+            "Free the tensor that uses all of it, or clone this one first."
         )
     _require_resizable("free_storage", t)
     storage.resize_(0)
@@ -46,10 +46,10 @@ def free_storage(t: Tensor) -> bool:
 
 
 def restore_storage(t: Tensor, size: int | Sequence[int] | None = None) -> bool:
-    """Take memory for the tensor again, with undefined values. Tell whether there was none.
+    """Allocate memory for the tensor again, with undefined values. Tell whether there was none.
 
-    ``size`` is the number of elements, or a shape; what the tensor itself needs when left out.
-    Memory that is there already is left as it is, if it has that size.
+    ``size`` is a number of elements or a shape; by default, what the tensor needs. Existing memory
+    of that size is left as it is.
     """
     _require_memory("restore_storage", t)
     needed = _elements_needed(t)
@@ -85,26 +85,26 @@ def _numel(size: int | Sequence[int]) -> int:
 
 
 def _elements_needed(t: Tensor) -> int:
-    """Where the last element lies, plus one."""
+    """The index of the last element in the storage, plus one."""
     if t.numel() == 0:
         return 0
     steps = zip(t.shape, t.stride(), strict=True)
     return 1 + int(t.storage_offset()) + sum((length - 1) * stride for length, stride in steps)
 
 
-def _require_memory(op: str, t: object) -> None:
+def _require_memory(caller: str, t: object) -> None:
     if not isinstance(t, Tensor):
-        raise TensorError(f"{op}: {type(t).__name__} is not a tensor.\nGive a tensor.")
+        raise TensorError(f"{caller}: {type(t).__name__} is not a tensor.\nGive a tensor.")
     if t.is_meta or hasattr(t, "__tensor_flatten__"):
         kind = "on the meta device" if t.is_meta else f"a {type(t).__name__}"
         raise TensorError(
-            f"{op}: the tensor is {kind}, without memory of its own.\nGive a plain one."
+            f"{caller}: the tensor is {kind}, without memory of its own.\nGive a plain tensor."
         )
 
 
-def _require_resizable(op: str, t: Tensor) -> None:
+def _require_resizable(caller: str, t: Tensor) -> None:
     if not t.untyped_storage().resizable():
         raise TensorError(
-            f"{op}: the tensor's memory belongs to someone else (NumPy, a file, another process).\n"
+            f"{caller}: the memory of the tensor is not torch's (NumPy, a file, another process).\n"
             "Clone the tensor first."
         )

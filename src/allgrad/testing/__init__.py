@@ -12,7 +12,7 @@ from allgrad.testing.checks import (
 )
 from allgrad.testing.failures import RankError, RankFailed, RanksStuck
 from allgrad.testing.ranks import run_ranks
-from allgrad.testing.shipping import CannotShip
+from allgrad.testing.serialization import CannotShip
 
 __all__ = [
     "CannotShip",

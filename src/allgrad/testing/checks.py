@@ -1,7 +1,7 @@
-"""Checks that every rank calls together: gradients against differences, pairs against <Ax, y>.
+"""Checks that all ranks call together: gradients against differences, pairs by <A x, y> = <x, A* y>.
 
-The objective is the sum over ranks of ``<w, fn(inputs)>``, with fixed random weights ``w`` of each
-rank's own. A check raises on every rank or on none.
+The objective is the sum over ranks of ``<w, fn(inputs)>``, with fixed random weights ``w`` that
+differ by rank. A check raises on every rank or on none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GradientMismatch(AllgradError):
 
 
 class NotAdjoint(AllgradError):
-    """``<A x, y>`` and ``<x, A* y>``, summed over ranks, are two numbers."""
+    """``<A x, y>`` and ``<x, A* y>``, summed over ranks, are not equal."""
 
 
 def gradcheck(
@@ -44,17 +44,17 @@ def gradcheck(
 ) -> bool:
     """Compare each rank's gradients with central differences of the objective.
 
-    Each rank passes inputs of its own: shapes may differ, and a rank may have none that require
-    grad. One element on one rank is moved at a time, while every rank evaluates ``fn``.
+    Each rank passes its own inputs: shapes may differ, and on some ranks no input may require
+    grad. One element on one rank is changed at a time, and every rank evaluates ``fn``.
 
         rank 0   fn(x + eps)          <w, .>
         rank 1   fn(y)                <w, .>     --->    the sum changes by  dL/dx * eps
         rank 2   fn(z)                <w, .>
 
-    The analytic side is one ``backward()`` on each rank whose outputs require grad, so that nodes
-    of the graph that no local input needs take part as well.
+    The analytic gradient is one ``backward()`` on each rank whose outputs require grad, so that
+    nodes of the graph that no local input needs take part too.
 
-    Cost: two evaluations for every real number that requires grad, on all ranks together.
+    Cost: two evaluations for each real number that requires grad, counted over all ranks.
     """
     _require_exact("gradcheck", inputs, group)
     analytic = _backward(fn, inputs, group)
@@ -84,15 +84,15 @@ def gradgradcheck(
     atol: float = 1e-7,
     rtol: float = 1e-5,
 ) -> bool:
-    """Check the gradients of ``fn``'s gradients, by ``gradcheck`` of the map between them.
+    """Check second derivatives, by ``gradcheck`` of the backward pass of ``fn``.
 
-    The map takes the inputs and the gradients arriving at the outputs, and gives the gradients of
-    the inputs. Every floating input counts as requiring grad, so that all ranks take part in both
-    backward passes.
+    The backward pass maps the inputs and the gradients of the outputs to the gradients of the
+    inputs. Every floating-point input is taken to require grad, so that all ranks take part in
+    both backward passes.
     """
     _require_exact("gradgradcheck", inputs, group)
     inputs = tuple(x.detach().requires_grad_(_floating(x)) for x in inputs)
-    arriving = [w.requires_grad_() for w in _weights(_outputs(fn, inputs), rank_of(group))]
+    upstream = [w.requires_grad_() for w in _weights(_outputs(fn, inputs), rank_of(group))]
 
     def gradients(*both: Tensor) -> tuple[Tensor, ...]:
         xs = both[: len(inputs)]
@@ -106,7 +106,7 @@ def gradgradcheck(
             materialize_grads=True,
         )
 
-    return gradcheck(gradients, *inputs, *arriving, group=group, eps=eps, atol=atol, rtol=rtol)
+    return gradcheck(gradients, *inputs, *upstream, group=group, eps=eps, atol=atol, rtol=rtol)
 
 
 def adjoint_check(
@@ -120,8 +120,8 @@ def adjoint_check(
 ) -> bool:
     """Check ``<A x, y> = <x, A* y>``, real parts, summed over ranks.
 
-    Each rank passes a piece ``x`` of what goes in and a piece ``y`` of what comes out; either may
-    be empty. ``rtol`` is relative to the norms of the vectors, since their product may cancel.
+    Each rank passes its piece ``x`` of the input and its piece ``y`` of the output; either may be
+    empty. ``rtol`` is relative to the norms of the vectors, since terms of the product may cancel.
     """
     there, back = forward(x).detach(), adjoint(y).detach()
     _require_fit(there, back, x, y, group)
@@ -143,7 +143,7 @@ def adjoint_check(
 
 @dataclass(frozen=True, slots=True)
 class _Worst:
-    """The element of one rank whose gradient is furthest out, as numbers that can travel."""
+    """The element of one rank with the largest error, as numbers that can be sent."""
 
     excess: float = -1.0  # the error over its tolerance
     position: float = 0.0
@@ -186,7 +186,7 @@ class _Worst:
 def _backward(
     fn: Function, inputs: Sequence[Tensor], group: ProcessGroup | None
 ) -> dict[int, Tensor]:
-    """Give this rank's gradients of the objective, by position of the input."""
+    """The gradients of the objective on this rank, by position of the input."""
     leaves = [_leaf(x) for x in inputs]
     objective = _objective(fn, leaves, rank_of(group))
     if objective.requires_grad:
@@ -201,7 +201,7 @@ def _backward(
 def _differences(
     fn: Function, inputs: Sequence[Tensor], group: ProcessGroup | None, eps: float
 ) -> dict[int, Tensor]:
-    """Give this rank's derivatives of the objective, one central difference for each number."""
+    """The derivatives of the objective on this rank, by one central difference for each number."""
     rank = rank_of(group)
     moves = [
         (position, at)
@@ -229,7 +229,7 @@ def _differences(
 
 
 def _moved(inputs: Sequence[Tensor], move: tuple[int, int] | None, by: float) -> list[Tensor]:
-    """Copy the inputs, with one real number of one of them moved."""
+    """Copies of the inputs, with one real number of one of them changed."""
     copies = [x.detach().clone() for x in inputs]
     if move is not None:
         position, at = move
@@ -240,7 +240,7 @@ def _moved(inputs: Sequence[Tensor], move: tuple[int, int] | None, by: float) ->
 
 
 def _objective(fn: Function, inputs: Sequence[Tensor], rank: int) -> Tensor:
-    """Evaluate this rank's ``<w, fn(inputs)>``."""
+    """``<w, fn(inputs)>`` on this rank."""
     outputs = _outputs(fn, inputs)
     total = torch.zeros((), dtype=torch.float64)
     for output, weight in zip(outputs, _weights(outputs, rank), strict=True):
@@ -254,7 +254,7 @@ def _outputs(fn: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _weights(outputs: Sequence[Tensor], rank: int) -> list[Tensor]:
-    """The same numbers at every evaluation, others on every rank."""
+    """The same numbers at every evaluation, different ones on every rank."""
     generator = torch.Generator().manual_seed(7919 + rank)
     return [
         torch.randn(out.shape, dtype=out.dtype, generator=generator).to(out.device)
@@ -271,7 +271,7 @@ def _floating(x: Tensor) -> bool:
 
 
 def _reals(x: Tensor) -> Tensor:
-    """The real numbers of ``x`` in order, a complex one as its real and its imaginary part."""
+    """The real numbers of ``x`` in order; a complex number is its real and its imaginary part."""
     x = x.detach().resolve_conj()
     return (torch.view_as_real(x) if x.is_complex() else x).reshape(-1).cpu()
 
@@ -285,7 +285,7 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _gather_rows(row: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Give every rank the rows of all ranks, each of one length."""
+    """The rows of all ranks, on every rank; all rows have the same length."""
     rows = torch.zeros(size_of(group), len(row), dtype=torch.float64)
     rows[rank_of(group)] = row
     return sum_over_ranks(rows, group)
@@ -300,10 +300,10 @@ def _require_exact(check: str, inputs: Sequence[Tensor], group: ProcessGroup | N
         found[rank_of(group)] = ", ".join(own) or "exact"
         raise TensorError(
             rank_table(
-                f"{check}: inputs that require grad are float64 or complex128.",
+                f"{check}: inputs that require grad must be float64 or complex128.",
                 found,
                 bad,
-                "Differences in a coarser dtype say nothing; pass x.double().",
+                "Differences in a coarser dtype are too inexact; pass x.double().",
             )
         )
 
@@ -326,9 +326,9 @@ def _require_fit(
         )
         raise NotAdjoint(
             rank_table(
-                "adjoint_check: A x has the shape of y, and A* y the shape of x.",
+                "adjoint_check: A x must have the shape of y, and A* y the shape of x.",
                 found,
                 bad,
-                "Pass the y that this rank's A x can be multiplied with.",
+                "Pass a y with the shape of A x on this rank.",
             )
         )

@@ -1,4 +1,4 @@
-"""What a rank that did not finish says, and the errors that show every rank."""
+"""How a rank failed, and the errors that show every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from allgrad.errors import AllgradError
-from allgrad.testing.shipping import CannotShip, load, ship
+from allgrad.testing.serialization import CannotShip, deserialize, serialize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +21,7 @@ __all__ = ["RankError", "RankFailed", "RanksStuck", "rank_code"]
 
 _HERE = str(Path(__file__).parent)
 _WORKER = str(Path(__file__).with_name("worker.py"))
-_SOURCE_PLACE = re.compile(r"\[/\S+:\d+\] ")  # where in the backend's C++ an error was raised
+_SOURCE_LOCATION = re.compile(r"\[/\S+:\d+\] ")  # source location in the backend's C++
 _PEER_LOST = re.compile(r"connection|broken pipe|socket|peer", re.IGNORECASE)
 
 
@@ -38,34 +38,34 @@ class RankError:
     summary: str
     details: str
     when: float
-    packed: bytes | None = None
+    pickled: bytes | None = None
 
     @classmethod
     def of(cls, rank: int, error: BaseException, when: float) -> RankError:
-        """Describe what ``rank``'s code raised, in a form that travels."""
-        packed = None
+        """Describe what the code of ``rank`` raised, in a form that can be sent."""
+        pickled = None
         with contextlib.suppress(CannotShip):
-            packed = ship(error, "the exception")
+            pickled = serialize(error, "the exception")
         error.__traceback__ = _own_frames(error.__traceback__)
         last = "".join(traceback.format_exception_only(error)).strip()
         text = "".join(traceback.format_exception(error)).rstrip()
-        return cls(rank, "raised", last, text, when, packed)
+        return cls(rank, "raised", last, text, when, pickled)
 
     @property
     def exception(self) -> BaseException | None:
-        """The exception itself, where it could travel."""
-        if self.packed is None:
+        """The exception itself, if it could be pickled."""
+        if self.pickled is None:
             return None
         try:
-            error = load(self.packed, "the exception")
+            error = deserialize(self.pickled, "the exception")
         except CannotShip:
             return None
         return error if isinstance(error, BaseException) else None
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether this looks like the consequence of another rank's end."""
-        # The type of torch's error depends on the backend; its words do not.
+        """Whether this looks like the consequence of another rank's failure."""
+        # The type of torch's error depends on the backend; the words of its message do not.
         return self.how == "stuck" or (
             self.how == "raised"
             and self.summary.startswith(("RuntimeError", "torch.distributed"))
@@ -73,9 +73,9 @@ class RankError:
         )
 
     @property
-    def line(self) -> str:
-        """One line for the report of another rank's failure."""
-        first = textwrap.shorten(_SOURCE_PLACE.sub("", self.summary), 120, placeholder=" ...")
+    def one_line(self) -> str:
+        """The failure in one line, for a report that shows another rank in full."""
+        first = textwrap.shorten(_SOURCE_LOCATION.sub("", self.summary), 120, placeholder=" ...")
         if self.how == "stuck":
             return f"rank {self.rank}: did not stop, killed"
         released = self.how == "raised" and self.lost_a_peer
@@ -83,7 +83,7 @@ class RankError:
 
 
 class RankFailed(AllgradError):
-    """A rank raised or died. The first one is shown in full; ``failures`` holds all, by rank."""
+    """A rank raised or died. The first failure is shown in full; ``failures`` has all, by rank."""
 
     def __init__(self, world: int, failures: Mapping[int, RankError]) -> None:
         self.world = world
@@ -108,14 +108,14 @@ class RankFailed(AllgradError):
         lines.append(root.details)
         for rank in range(self.world):
             if rank in self.failures and rank != root.rank:
-                lines.append(self.failures[rank].line)
+                lines.append(self.failures[rank].one_line)
             elif rank not in self.failures:
                 lines.append(f"rank {rank}: finished")
         return "\n".join(line for line in lines if line)
 
 
 class RanksStuck(AllgradError):
-    """Ranks that were still running at the time limit, and where each of them was."""
+    """Ranks were still running at the time limit; the message shows where."""
 
     def __init__(self, world: int, limit: float, failures: Mapping[int, RankError]) -> None:
         self.world = world
@@ -154,7 +154,7 @@ def _own_frames(frames: TracebackType | None) -> TracebackType | None:
 
 
 def rank_code(stacks: str) -> str:
-    """Keep, of the stacks of all threads, what the main thread was doing on the rank's behalf."""
+    """From the stacks of all threads, keep the frames of the rank's own code."""
     for thread in stacks.split("\n\n"):
         own, below, _ = thread.partition(f'File "{_WORKER}"')
         if below and own.strip().count("\n"):

@@ -1,4 +1,4 @@
-"""What the caller and a worker say to each other, besides ``RankError``."""
+"""The messages between the caller and a worker, besides ``RankError``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Call", "Enter", "Entered", "Finished"]
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """Leave the world you are in; meet the others of a new one under ``name``."""
+    """Leave the current world and join a new one, called ``name``."""
 
     rank: int
     world: int
@@ -20,22 +20,22 @@ class Enter:
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """The worker is up, or its world has started."""
+    """The worker has started, or its world has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Run a packed ``(function, args)``, with the caller's import path and directory."""
+    """Run a pickled ``(function, args)`` with the import path and directory of the caller."""
 
-    packed: bytes
+    pickled: bytes
     path: list[str]
     directory: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The packed result, whether the world is as it was, and how many calls it carried."""
+    """The pickled result; whether the world is unchanged, and the number of its calls so far."""
 
-    packed: bytes
+    pickled: bytes
     untouched: bool
     calls: int

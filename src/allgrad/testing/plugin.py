@@ -3,9 +3,9 @@
     @pytest.mark.ranks(2, 3, timeout=30)
     def test_gradient_sums_over_ranks(rank, world): ...
 
-Collection, fixtures and parameters stay in pytest's process; the body, with their values, travels
-to every rank. The tests of a module that share a world run next to each other, so that a world is
-started once.
+Collection, fixtures and parameters stay in pytest's process; the body and their values are sent to
+every rank. The tests of a module that have the same number of ranks run one after another, so that
+a world is started once.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from allgrad.testing.failures import RankFailed, RanksStuck
 
 _MARK = "ranks"
-_SCALE = "ranks(*worlds, timeout=60, backend='gloo')"
+_USAGE = "ranks(*worlds, timeout=60, backend='gloo')"
 
 
 class _SkippedOnRank(Exception):
-    """pytest's own exception says that it lives in ``builtins``, so it cannot be pickled."""
+    """Replaces pytest's own exception, which cannot be pickled: it claims to be in ``builtins``."""
 
 
 class _PerRank(enum.Enum):
-    """Stands for a value that only the ranks have."""
+    """Placeholder for a value that only the ranks have."""
 
     RANK = "the rank, known inside the test body only"
 
@@ -40,20 +40,20 @@ class _PerRank(enum.Enum):
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""
     config.addinivalue_line(
-        "markers", f"{_SCALE}: run the test body on real ranks, once for each world size."
+        "markers", f"{_USAGE}: run the test body on real ranks, once for each world size."
     )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test for each world the marker names."""
+    """Make one test for each number of ranks in the marker."""
     mark = metafunc.definition.get_closest_marker(_MARK)
     if mark is None:
         return
     worlds = mark.args
     if not worlds or not all(type(world) is int and world > 0 for world in worlds):
-        pytest.fail(f"{_SCALE}: name one or more world sizes, not {worlds}.", pytrace=False)
+        pytest.fail(f"{_USAGE}: give one or more numbers of ranks, not {worlds}.", pytrace=False)
     if unknown := mark.kwargs.keys() - {"timeout", "backend"}:
-        pytest.fail(f"{_SCALE}: there is no {', '.join(sorted(unknown))}.", pytrace=False)
+        pytest.fail(f"{_USAGE}: there is no {', '.join(sorted(unknown))}.", pytrace=False)
     if "world" not in metafunc.fixturenames:
         metafunc.fixturenames.append("world")
     ids = [f"ranks={world}" for world in worlds]
@@ -69,20 +69,20 @@ def world(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def rank(world: int) -> object:  # noqa: ARG001 - whoever has no world has no rank
+def rank(world: int) -> object:  # noqa: ARG001 - without a world there is no rank
     """The rank that runs the test body."""
     return _PerRank.RANK
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run the body on the ranks instead of here."""
+    """Run the body on the ranks instead of in this process."""
     mark = pyfuncitem.get_closest_marker(_MARK)
     if mark is None:
         return None
     from allgrad.testing.failures import RankFailed
     from allgrad.testing.ranks import run_ranks
-    from allgrad.testing.shipping import CannotShip, by_value
+    from allgrad.testing.serialization import CannotShip, by_value
 
     wanted = inspect.signature(pyfuncitem.obj).parameters
     values = {name: value for name, value in pyfuncitem.funcargs.items() if name in wanted}
@@ -92,7 +92,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         try:
             run_ranks(_on_rank, size, pyfuncitem.obj, values, **mark.kwargs)
         except CannotShip:
-            _name_culprit(values)
+            _name_unpicklable(values)
             raise
         except RankFailed as failure:
             _raise_outcome(failure)
@@ -104,7 +104,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtest_makereport(
     call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the ranks, not the way pytest's process took to hear of them."""
+    """Show the failure of the ranks instead of the traceback in pytest's process."""
     report = yield
     error = call.excinfo.value if call.excinfo else None
     if report.failed and isinstance(error, _rank_errors()):
@@ -113,7 +113,7 @@ def pytest_runtest_makereport(
 
 
 class _RanksRepr:
-    """What pytest prints, and the line it prints in its summary."""
+    """What pytest prints, also in its summary."""
 
     def __init__(
         self, location: tuple[str, int | None, str], error: RankFailed | RanksStuck
@@ -138,26 +138,26 @@ def _on_rank(body: Callable[..., object], values: dict[str, object]) -> None:
     except pytest.skip.Exception as outcome:
         raise _SkippedOnRank(str(outcome)) from None
     finally:
-        # The process serves the next test too, and pytest's own teardown does not reach it.
+        # The process also runs the next test, and pytest's own teardown does not reach it.
         for value in values.values():
             if isinstance(value, pytest.MonkeyPatch):
                 value.undo()
 
 
 def _raise_outcome(failure: RankFailed) -> None:
-    """Skip, or fail as expected, when every rank asks for it."""
+    """Skip or xfail, if every rank does."""
     outcomes = [error.exception for error in failure.failures.values()]
     if len(outcomes) < failure.world:
         return
     if all(isinstance(outcome, _SkippedOnRank) for outcome in outcomes):
-        # pytest otherwise reports the skip as one of this line.
+        # Otherwise pytest reports this line as the location of the skip.
         raise pytest.skip.Exception(str(failure.root.exception), _use_item_location=True)
     if all(isinstance(outcome, pytest.xfail.Exception) for outcome in outcomes):
         pytest.xfail(str(failure.root.exception))
 
 
 def _local_modules(item: pytest.Function) -> set[ModuleType]:
-    """Find the test's module and the conftests; pytest may have imported them under any name."""
+    """The module of the test and the conftests, which ranks may not be able to import by name."""
     plugins = item.config.pluginmanager.get_plugins()
     return {item.module} | {
         plugin
@@ -166,13 +166,13 @@ def _local_modules(item: pytest.Function) -> set[ModuleType]:
     }
 
 
-def _name_culprit(values: dict[str, object]) -> None:
-    """Name the fixture that cannot leave pytest's process."""
-    from allgrad.testing.shipping import CannotShip, ship
+def _name_unpicklable(values: dict[str, object]) -> None:
+    """Name the fixture whose value cannot be pickled."""
+    from allgrad.testing.serialization import CannotShip, serialize
 
     for name, value in values.items():
         try:
-            ship(value, f"The fixture {name!r} has a value that")
+            serialize(value, f"The fixture {name!r} has a value that")
         except CannotShip as error:
             pytest.fail(f"{error}\nUse it in a fixture, not in the body.", pytrace=False)
 

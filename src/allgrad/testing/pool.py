@@ -1,7 +1,7 @@
-"""The processes behind ``run_ranks``: started when first needed, kept for the next call.
+"""The worker processes of ``run_ranks``: started when first needed, kept for the next call.
 
-One row of workers serves every world: a world of ``w`` ranks is the first ``w`` of them. They stay
-in that world, connected, until a call asks for another one or leaves the world in doubt.
+One list of workers serves every world: a world of ``w`` ranks is the first ``w`` of them. They stay
+connected in that world until a call needs another world or leaves this one in an unknown state.
 """
 
 from __future__ import annotations
@@ -27,19 +27,28 @@ from allgrad.testing.messages import Enter, Entered
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Pool", "Worker", "listen"]
+__all__ = ["Pool", "Worker", "as_answered"]
 
 _START_LIMIT = 120.0  # importing torch on a busy machine
-_ENTER_LIMIT = 20.0  # connecting takes milliseconds; leaving may wait for an abandoned call
+_ENTER_LIMIT = 20.0  # connecting takes milliseconds; leaving a world may wait for a pending call
+
+# Keeps the current directory, whose files may have the names of libraries, out of sys.path; `python -P`
+# does it only from Python 3.11 on.
+_RUN_WORKER = """
+import sys
+sys.path[:] = filter(None, sys.path)
+from allgrad.testing.worker import main
+main()
+"""
 
 
 class Worker:
-    """One process and the line to it."""
+    """One worker process and the connection to it."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        self._notes = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the worker lives
-        descriptors = (theirs.fileno(), self._notes.fileno())
+        self._stack_file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the worker lives
+        descriptors = (theirs.fileno(), self._stack_file.fileno())
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(entry or os.curdir for entry in sys.path),
@@ -47,32 +56,32 @@ class Worker:
         }
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-P", "-m", "allgrad.testing.worker", *map(str, descriptors)],
+                [sys.executable, "-c", _RUN_WORKER, *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
                 env=environment,
             )
-        self.line = Connection(ours.detach())
+        self.connection = Connection(ours.detach())
 
     def send(self, message: object) -> None:
-        """Hand a message over; a dead worker is found out when its answer is awaited."""
+        """Send a message; a dead worker is noticed when its answer is received."""
         with contextlib.suppress(OSError):
-            self.line.send_bytes(pickle.dumps(message))
+            self.connection.send_bytes(pickle.dumps(message))
 
     def receive(self) -> Any:
-        """Take the answer, or ``None`` from a worker that has died."""
+        """Receive the answer; ``None`` if the worker has died."""
         try:
-            return pickle.loads(self.line.recv_bytes())  # noqa: S301 - from the process started above
+            return pickle.loads(self.connection.recv_bytes())  # noqa: S301 - from the process started above
         except (EOFError, OSError):
             return None
 
     def died(self, rank: int) -> RankError:
-        """Describe the end of a process that ended by itself."""
+        """Describe how a process ended by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5.0)
         code = self._process.poll()
         if code is None:
-            how = "closed its line to the caller"
+            how = "closed its connection to the caller"
         elif code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
@@ -80,46 +89,46 @@ class Worker:
         return RankError(rank, "died", f"the process {how}", self._stack(), time.monotonic())
 
     def stuck(self, rank: int) -> RankError:
-        """Ask a running process where it is."""
+        """Describe where a running process is."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
         give_up = time.monotonic() + 1.0
         while not (stack := self._stack()) and time.monotonic() < give_up:
             time.sleep(0.01)
         return RankError(
-            rank, "stuck", "still running", stack or "an unknown place", time.monotonic()
+            rank, "stuck", "still running", stack or "unknown location", time.monotonic()
         )
 
     def kill(self) -> None:
-        """End the process now."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
-        self.line.close()
-        self._notes.close()
+        self.connection.close()
+        self._stack_file.close()
 
     def alive(self) -> bool:
-        """Tell whether the process waits for a message: an open line, and nothing on it."""
-        return self._process.poll() is None and not self.line.poll()
+        """Tell whether the process waits for a message: it runs, and has sent nothing."""
+        return self._process.poll() is None and not self.connection.poll()
 
     def _stack(self) -> str:
-        written = os.pread(self._notes.fileno(), 1 << 20, 0).decode(errors="replace")
+        written = os.pread(self._stack_file.fileno(), 1 << 20, 0).decode(errors="replace")
         return failures.rank_code(written)
 
 
-def listen(lines: dict[Connection, int], limit: float) -> Iterator[int]:
+def as_answered(connections: dict[Connection, int], limit: float) -> Iterator[int]:
     """Yield ranks as their answers arrive, until all have or ``limit`` seconds have passed."""
     until = time.monotonic() + limit
-    while lines:
-        ready = wait(list(lines), max(0.0, until - time.monotonic()))
+    while connections:
+        ready = wait(list(connections), max(0.0, until - time.monotonic()))
         if not ready:
             return
-        for line in ready:
-            assert isinstance(line, Connection)
-            yield lines.pop(line)
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            yield connections.pop(connection)
 
 
 class Pool:
-    """Workers in rank order, and the world they are in."""
+    """The workers in rank order, and the world that they are in."""
 
     def __init__(self) -> None:
         self._rendezvous = Rendezvous()
@@ -129,9 +138,9 @@ class Pool:
         self._owner = os.getpid()
 
     def enter(self, world: int, backend: str) -> list[Worker]:
-        """Give the workers of a started world, its connections fresh or known to be clean."""
+        """Return the workers of a started world, new or known to be unused since its last call."""
         for attempt in range(2):
-            workers = self._staff(world)
+            workers = self._start_workers(world)
             if self._world == (world, backend) or self._start_world(workers, backend):
                 self._world = (world, backend)
                 return workers
@@ -139,26 +148,26 @@ class Pool:
                 self.replace(range(world))
         raise AllgradError(f"A world of {world} ranks ({backend}) did not start, twice.")
 
-    def doubt(self) -> None:
-        """Let the next call start a new world, even of the same size."""
+    def invalidate(self) -> None:
+        """Make the next call start a new world, even of the same size."""
         self._world = None
 
     def replace(self, ranks: Iterable[int]) -> None:
-        """End these processes; new ones take their places at the next call."""
+        """Kill these processes; the next call starts new ones."""
         for rank in ranks:
             worker = self._workers[rank]
             self._workers[rank] = None
-            self.doubt()
+            self.invalidate()
             if worker is not None:
                 worker.kill()
 
     def close(self) -> None:
-        """End all processes; a forked child leaves its parent's alone."""
+        """Kill all processes; a forked child does not kill those of its parent."""
         if os.getpid() == self._owner:
             self.replace(range(len(self._workers)))
 
-    def _staff(self, world: int) -> list[Worker]:
-        """Fill the first ``world`` places; the new processes start side by side."""
+    def _start_workers(self, world: int) -> list[Worker]:
+        """Start the missing ones of the first ``world`` workers, all at the same time."""
         self._workers += [None] * (world - len(self._workers))
         new = [
             rank
@@ -173,12 +182,12 @@ class Pool:
             self.replace(new)
             raise AllgradError(
                 f"Not all of {len(new)} new processes could import allgrad and start; "
-                "what they wrote to stderr says why."
+                "their output on stderr tells why."
             )
         return workers
 
     def _start_world(self, workers: list[Worker], backend: str) -> bool:
-        self.doubt()
+        self.invalidate()
         self._worlds_started += 1
         for rank, worker in enumerate(workers):
             worker.send(
@@ -187,10 +196,10 @@ class Pool:
         return self._await_entered(workers, range(len(workers)), _ENTER_LIMIT)
 
     def _await_entered(self, workers: list[Worker], ranks: Sequence[int], limit: float) -> bool:
-        """Tell whether all of ``ranks`` are there in time; one that raises is shown at once."""
-        missing = {workers[rank].line: rank for rank in ranks}
+        """Tell whether all of ``ranks`` answer in time; an error of one of them is raised at once."""
+        missing = {workers[rank].connection: rank for rank in ranks}
         arrived = 0
-        for rank in listen(missing, limit):
+        for rank in as_answered(missing, limit):
             answer = workers[rank].receive()
             if isinstance(answer, RankError):
                 self.replace(range(len(workers)))

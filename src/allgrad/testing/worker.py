@@ -1,7 +1,8 @@
-"""The program of one rank: ``python -m allgrad.testing.worker LINE NOTES``.
+"""The program of one rank, with two file descriptors as arguments: CONNECTION STACKS.
 
-``LINE`` is the socket to the caller, ``NOTES`` a file for stacks. The process serves ``Enter`` and
-``Call`` messages until the line closes, and ends at once when it does, whatever it is doing then.
+``CONNECTION`` is the socket to the caller, ``STACKS`` a file for stack traces. The process handles
+``Enter`` and ``Call`` messages until the caller closes the connection, and then exits at once,
+whatever it is doing.
 """
 
 from __future__ import annotations
@@ -24,66 +25,70 @@ import torch
 from allgrad._wire import world
 from allgrad.testing.failures import RankError
 from allgrad.testing.messages import Call, Enter, Entered, Finished
-from allgrad.testing.shipping import load, ship
+from allgrad.testing.serialization import deserialize, serialize
 
 
 def main() -> None:
-    """Serve one caller until it closes the line."""
-    line = Connection(int(sys.argv[1]))
-    notes = int(sys.argv[2])
-    threading.Thread(target=_end_with, args=(line.fileno(),), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides, and closes the line
-    faulthandler.enable(notes)
-    faulthandler.register(signal.SIGUSR1, notes)
+    """Handle messages until the caller closes the connection."""
+    connection = Connection(int(sys.argv[1]))
+    stacks = int(sys.argv[2])
+    threading.Thread(target=_exit_with, args=(connection.fileno(),), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides, and closes the connection
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks)
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # torch's own objects: the collections in world.stop need not look at them
-    _send(line, Entered())
-    place: world.World | None = None
+    gc.freeze()  # so that collections in world.stop skip the objects of torch
+    _send(connection, Entered())
+    current: world.World | None = None
     while True:
-        message = pickle.loads(line.recv_bytes())  # noqa: S301 - from the process that started this one
+        message = pickle.loads(connection.recv_bytes())  # noqa: S301 - from the process that started this one
         answer: Entered | Finished | RankError
         if isinstance(message, Enter):
-            place = None  # it holds the former group, whose connections are to close
-            place, answer = _enter(message)
+            current = None  # drops the former group, so that its connections close
+            current, answer = _enter(message)
         else:
             assert isinstance(message, Call)
-            assert place is not None  # the caller sends Enter first
-            answer = _perform(message, place)
-        _send(line, answer)
+            assert current is not None  # the caller sends Enter first
+            answer = _perform(message, current)
+        _send(connection, answer)
         if isinstance(answer, RankError):
-            place = None
-            world.stop()  # the peers that wait for this rank get an error instead
+            current = None
+            world.stop()  # ranks that wait for this one get an error
 
 
-def _enter(where: Enter) -> tuple[world.World | None, Entered | RankError]:
+def _enter(message: Enter) -> tuple[world.World | None, Entered | RankError]:
     try:
-        place = world.World.start(
-            where.rank, where.world, backend=where.backend, port=where.port, name=where.name
+        current = world.World.start(
+            message.rank,
+            message.world,
+            backend=message.backend,
+            port=message.port,
+            name=message.name,
         )
     except Exception as error:  # noqa: BLE001 - a backend may raise anything
-        return None, RankError.of(where.rank, error, time.monotonic())
-    return place, Entered()
+        return None, RankError.of(message.rank, error, time.monotonic())
+    return current, Entered()
 
 
-def _perform(call: Call, place: world.World) -> Finished | RankError:
-    """Run the function; whatever happens becomes a message."""
+def _perform(call: Call, current: world.World) -> Finished | RankError:
+    """Run the function; return its result or its failure as a message."""
     try:
-        _settle(call, place.rank)
-        function, args = load(call.packed, "the function")
+        _reset(call, current.rank)
+        function, args = deserialize(call.pickled, "the function")
         result = function(*args)
-        packed = ship(result, f"the result of rank {place.rank}", detach=True)
-        untouched = place.untouched()
-        return Finished(packed, untouched, place.calls() if untouched else 0)
+        pickled = serialize(result, f"the result of rank {current.rank}", detach=True)
+        untouched = current.untouched()
+        return Finished(pickled, untouched, current.calls() if untouched else 0)
     except BaseException as error:  # noqa: BLE001 - a rank's sys.exit() is a failure too
-        return RankError.of(place.rank, error, time.monotonic())
+        return RankError.of(current.rank, error, time.monotonic())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
 
 
-def _settle(call: Call, rank: int) -> None:
-    """Begin as a new process would: what an earlier call left behind must not be seen."""
+def _reset(call: Call, rank: int) -> None:
+    """Reset the state that an earlier call may have changed, as in a new process."""
     if sys.path != call.path:
         sys.path[:] = call.path
     os.chdir(call.directory)
@@ -93,17 +98,13 @@ def _settle(call: Call, rank: int) -> None:
     random.seed(rank)
 
 
-def _send(line: Connection, message: Any) -> None:
-    line.send_bytes(pickle.dumps(message))
+def _send(connection: Connection, message: Any) -> None:
+    connection.send_bytes(pickle.dumps(message))
 
 
-def _end_with(line: int) -> None:
-    """End this process as soon as the other end of the line is gone."""
+def _exit_with(connection: int) -> None:
+    """Exit as soon as the other end of the connection is closed."""
     poller = select.poll()
-    poller.register(line, 0)
+    poller.register(connection, 0)
     poller.poll()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

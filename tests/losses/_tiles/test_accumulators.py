@@ -1,9 +1,9 @@
-"""Sums narrowed in the memory they have."""
+"""Accumulators cast to 16 bits in their own memory."""
 
 import pytest
 import torch
 
-from allgrad.losses._tiles.accumulators import narrow, wide_zeros
+from allgrad.losses._tiles.accumulators import accumulator_zeros, scale_and_cast
 from exactness import random
 
 
@@ -12,7 +12,7 @@ from exactness import random
 def test_parts_become_one_tensor(rows, dtype):
     like = torch.empty(rows, 5, dtype=dtype)
     want = random((rows, 5), 3, torch.float32)
-    parts = wide_zeros(like, dtype)
+    parts = accumulator_zeros(like, dtype)
     assert sum(len(p) for p in parts) == rows
     start = 0
     for part in parts:
@@ -20,7 +20,7 @@ def test_parts_become_one_tensor(rows, dtype):
         start += len(part)
     memory = parts[0].data_ptr()
     gain = torch.tensor(0.3)
-    got = narrow(parts, gain, dtype)
+    got = scale_and_cast(parts, gain, dtype)
     assert torch.equal(got, (want * gain).to(dtype))
     if rows > 1:
         assert got.data_ptr() == memory

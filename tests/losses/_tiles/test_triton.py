@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from allgrad.losses import clip_loss, info_nce, reference, siglip_loss
-from allgrad.losses._tiles import torch as tiles
+from allgrad.losses import clip_loss, info_nce_loss, reference, siglip_loss
+from allgrad.losses._kind import LossKind
+from allgrad.losses._tiles.torch import Tiles
 from losses.pairs import SATURATED, saturated
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -15,7 +16,7 @@ LOSSES = {
     "clip": (clip_loss, reference.clip, 14.3, {}),
     "clip, sharp": (clip_loss, reference.clip, 100.0, {}),
     "clip, smoothed": (clip_loss, reference.clip, 20.0, {"label_smoothing": 0.1}),
-    "info_nce": (info_nce, reference.info_nce, 20.0, {}),
+    "info_nce": (info_nce_loss, reference.info_nce, 20.0, {}),
     "siglip": (siglip_loss, reference.siglip, 10.0, {}),
 }
 
@@ -24,7 +25,7 @@ def features(pairs, width, dtype, length=1.0):
     generator = torch.Generator().manual_seed(pairs + width)
     image = normalize(torch.randn(pairs, width, generator=generator), dim=1)
     other = normalize(torch.randn(pairs, width, generator=generator), dim=1)
-    text = normalize(image / 10 + other, dim=1)  # alike, but no loss of zero
+    text = normalize(image / 10 + other, dim=1)  # similar, but the loss is not zero
     return (length * image).to(dtype), (length * text).to(dtype)
 
 
@@ -42,8 +43,8 @@ def check(name, pairs, width, dtype, length=1.0):
     torch.testing.assert_close(got.double().cpu(), want, rtol=1e-4, atol=1e-4)
     for x, y in zip(given, exact, strict=True):
         error = (x.grad.double().cpu() - y.grad).norm() / y.grad.norm()
-        zero = y.grad.norm() < 1e-6 and x.grad.norm() < 1e-4  # one pair has nothing to learn
-        # The scale's is a sum that cancels; rounded weights average out over many pairs only.
+        zero = y.grad.norm() < 1e-6 and x.grad.norm() < 1e-4  # a single pair has no negatives
+        # The gradient of the scale is a sum that cancels; rounding errors average out over many pairs only.
         near = NEAR[dtype] * (10 if pairs == 1 and x.dim() == 0 else 1)
         assert zero or error < near, name
 
@@ -57,34 +58,34 @@ def test_value_and_gradients(name, dtype):
 
 @pytest.mark.parametrize("dtype", NEAR)
 def test_sigmoids_of_scores_on_both_sides(dtype):
-    """Long features have scores above zero too, where most of the loss then is."""
+    """Long features have scores above zero too, which then make most of the loss."""
     for pairs, width in ((130, 64), (1031, 100)):
         check("siglip", pairs, width, dtype, length=3.0)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_panels_that_fit_nothing_evenly(name, monkeypatch):
-    from allgrad.losses._tiles import triton as cuda_tiles
+    from allgrad.losses._tiles import triton as triton_tiles
 
-    monkeypatch.setattr(cuda_tiles.CudaTiles, "panel", 264)
-    monkeypatch.setattr(cuda_tiles.CudaTiles, "sums_panel", 392)
-    monkeypatch.setattr(cuda_tiles, "_WIDTHS", {2**25: 528})
+    monkeypatch.setattr(triton_tiles.TritonTiles, "panel", 264)
+    monkeypatch.setattr(triton_tiles.TritonTiles, "sums_panel", 392)
+    monkeypatch.setattr(triton_tiles, "_PANEL_COLUMNS", {2**25: 528})
     check(name, 1031, 100, torch.bfloat16)
     check(name, 800, 64, torch.float16)
 
 
 def test_scores_too_far_apart_for_one_exp():
-    """Long features have scores far under the bound: the kernels for any range must step in."""
-    from allgrad.losses._tiles.triton import CudaTiles
+    """Long features have scores far below the bound: the safe kernels must take over."""
+    from allgrad.losses._tiles.triton import TritonTiles
 
     image, text = (x.cuda() for x in features(300, 64, torch.bfloat16, length=9.0))
     image[:7] *= 10
-    scores = CudaTiles(image, text, torch.tensor(3.0, device="cuda"), first_pair=0)
-    rows, columns = scores.lse(columns=True)
-    assert scores.facts[3] != 0
+    scores = TritonTiles(image, text, torch.tensor(3.0, device="cuda"), first_pair=0)
+    rows, columns = scores.lse(LossKind.SOFTMAX_BOTH)
+    assert scores.scalars[3] != 0
     three = torch.tensor(3.0).double().cuda()
-    exact = tiles.Tiles(image.double(), text.double(), three, first_pair=0)
-    for got, want in zip((rows, columns), exact.lse(columns=True), strict=True):
+    exact = Tiles(image.double(), text.double(), three, first_pair=0)
+    for got, want in zip((rows, columns), exact.lse(LossKind.SOFTMAX_BOTH), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
     check("clip", 300, 64, torch.bfloat16, length=9.0)
 
@@ -92,11 +93,11 @@ def test_scores_too_far_apart_for_one_exp():
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("pairs", [2, 129, 300])
 def test_tiny_loss_of_saturated_scores_keeps_its_digits(pairs, dtype):
-    """129 pairs leave a tile with a single column: its pair's row has nothing to sum there."""
+    """With 129 pairs one tile has a single column: the row of its pair has no other score there."""
     for name, (loss, formula, numbers) in SATURATED.items():
         for longest in (1, 4):
             given = saturated((pairs,), dtype, width=256)
-            if name != "siglip":  # a long pair makes room for the kernels of any range
+            if name != "siglip":  # a long pair makes the shift fail
                 given = [torch.cat([longest * x[:1], x[1:]]) for x in given]
             want = formula(*(x.double() for x in given), *numbers)
             assert 0 < want < 1e-4
@@ -107,7 +108,7 @@ def test_tiny_loss_of_saturated_scores_keeps_its_digits(pairs, dtype):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_feature_that_is_no_number_is_not_hidden(name, value):
-    """NaN is left out of the largest norm, but not of the scores."""
+    """The largest norm ignores NaN, but the scores do not."""
     loss, _, scale, options = LOSSES[name]
     image, text = (x.cuda() for x in features(300, 64, torch.bfloat16))
     image[5, 7] = value
@@ -116,11 +117,13 @@ def test_a_feature_that_is_no_number_is_not_hidden(name, value):
 
 
 def test_no_scores_at_all():
-    from allgrad.losses._tiles.triton import CudaTiles
+    from allgrad.losses._tiles.triton import TritonTiles
 
     none = torch.empty(0, 64, dtype=torch.bfloat16, device="cuda")
     some = torch.ones(3, 64, dtype=torch.bfloat16, device="cuda")
-    rows, columns = CudaTiles(none, some, torch.tensor(1.0, device="cuda")).lse(columns=True)
+    rows, columns = TritonTiles(none, some, torch.tensor(1.0, device="cuda")).lse(
+        LossKind.SOFTMAX_BOTH
+    )
     assert rows.shape == (0,)
     assert columns.tolist() == [-torch.inf] * 3
 
@@ -148,7 +151,7 @@ def test_large_loss_scale_keeps_small_gradients_of_float16():
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("name", ["clip", "siglip"])
 def test_ranks_that_share_a_device(rank, name, ring):
-    """Over Gloo, several steps: messages and kernels on streams of their own keep their order."""
+    """Several steps over Gloo: messages and kernels run on different streams and keep their order."""
     loss, formula, scale, _ = LOSSES[name]
     counts = (900, 700)
     numbers = [torch.tensor(scale), *([torch.tensor(-9.5)] if name == "siglip" else [])]
@@ -159,7 +162,7 @@ def test_ranks_that_share_a_device(rank, name, ring):
     own = [x.split(counts)[rank] if x.dim() else x for x in whole]
     for _ in range(3):
         given = [x.cuda().requires_grad_() for x in own]
-        got = loss(*given, grads="sum", ring=ring)
+        got = loss(*given, grad_reduction="sum", ring=ring)
         got.backward()
         torch.testing.assert_close(got.double().cpu(), want, rtol=1e-4, atol=1e-4)
         for x, y in zip(given[:2], exact[:2], strict=True):

@@ -1,4 +1,4 @@
-"""``allgrad bench``: the collectives beside their peers, in one interleaved run.
+"""``allgrad bench``: the collectives and their peers, in one interleaved run.
 
 Imports ``collectives``, ``testing``; its baselines use ``torch.distributed``.
 """

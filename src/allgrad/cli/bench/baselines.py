@@ -1,18 +1,18 @@
-"""The ways that are measured: allgrad's, and those of its peers, written here against torch.
+"""The implementations that are measured: allgrad's, and those of its peers, written with torch.
 
-| way | what it is |
+| implementation | what it is |
 |---|---|
 | raw | the backend's own call into a newly allocated output, and its adjoint, without autograd |
-| raw copies | a sum as the backend's all_to_all of copies, and then adding |
-| raw gather | broadcast, and back by the backend's gather, and then adding |
-| sends by hand | broadcast by sends from the source, and back by sends to it, all at once |
-| pairs by hand | blocks sent to every peer, all at once |
-| shares by hand | a sum or a broadcast in shares: each rank adds up, or passes on, one of them |
-| hub by hand | everything sent to one rank, which sends everyone what is theirs |
-| bare, bare hub, bare sends | such calls inside an autograd.Function with nothing else |
+| raw copies | all_reduce as the backend's all_to_all of copies, then a local sum |
+| raw gather | broadcast; its adjoint as the backend's gather, then a local sum |
+| linear by hand | broadcast by sends from the root, its adjoint by sends to the root, all at once |
+| pairwise by hand | all_to_all by a send to and a receive from every peer, all at once |
+| chunked by hand | all_reduce or broadcast in chunks: each rank sums, or sends on, one chunk |
+| star by hand | every rank sends to one root, which sends each rank its result |
+| bare, bare star, bare linear | raw, star, linear inside an autograd.Function with nothing else |
 | nn | torch.distributed.nn.functional |
 | functional | torch.distributed's functional collectives, where their gradient is exact |
-| pad, gather, select | the usual way with unequal pieces; its backward keeps the own part only |
+| pad, gather, select | common code for unequal pieces; its backward keeps the own part only |
 | padded nn | the same with an exact gradient |
 """
 
@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as functional
 from torch.distributed.nn import functional as nn
 from torch.nn.functional import pad
 
-from allgrad.cli.bench import by_hand
+from allgrad._core.torch_internals import functional_collectives
+from allgrad.cli.bench import algorithms
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.collectives.all_to_all import all_to_all
@@ -40,30 +40,31 @@ if TYPE_CHECKING:
 
     from allgrad.cli.bench.cases import Case
 
-__all__ = ["Way", "barrier", "base_of", "ways_of"]
+__all__ = ["Implementation", "barrier", "baseline_of", "implementations_of"]
 
 Map: TypeAlias = "Callable[[list[Tensor]], list[Tensor]]"
+functional = functional_collectives()
 
 
-class Way(NamedTuple):
-    """Tensors to tensors, and gradients to gradients; without ``backward``, by autograd."""
+class Implementation(NamedTuple):
+    """The map of tensors and the map of gradients; without ``backward``, autograd is used."""
 
     forward: Map
     backward: Map | None = None
 
 
-def ways_of(case: Case, rank: int) -> dict[str, Way]:
-    """Name every way of doing the case, the one the others are compared with included."""
+def implementations_of(case: Case, rank: int) -> dict[str, Implementation]:
+    """All implementations of a case by name, including its baseline."""
     if case.tensors > 1:
         return _MANY
     if case.skewed:
         return _skewed(case, rank)
-    found: dict[str, Way] = _EQUAL[case.operation](rank)
+    found: dict[str, Implementation] = _EQUAL[case.operation](rank)
     return found
 
 
-def base_of(case: Case) -> str:
-    """The way that the others are compared with."""
+def baseline_of(case: Case) -> str:
+    """The implementation that the others are compared with."""
     if case.tensors > 1:
         return "raw, flattened by hand"
     if case.skewed:
@@ -72,18 +73,20 @@ def base_of(case: Case) -> str:
 
 
 def barrier() -> None:
-    """Let no rank begin before all are there."""
+    """Wait until all ranks are here."""
     dist.barrier()
 
 
-def _way(
+def _single(
     forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor] | None = None
-) -> Way:
-    """A way for a single tensor."""
-    return Way(lambda xs: [forward(xs[0])], backward and (lambda gs: [backward(gs[0])]))
+) -> Implementation:
+    """An implementation for a single tensor."""
+    return Implementation(lambda xs: [forward(xs[0])], backward and (lambda gs: [backward(gs[0])]))
 
 
-def _bare(forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Way:
+def _bare(
+    forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+) -> Implementation:
     class Bare(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
@@ -93,11 +96,11 @@ def _bare(forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tens
         def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004
             return backward(gradients[0])
 
-    return _way(Bare.apply)
+    return _single(Bare.apply)
 
 
-def _waited(call: Callable[..., Any], *args: Any) -> Way:
-    return _way(lambda x: call(x, *args, dist.group.WORLD).wait())
+def _functional(call: Callable[..., Any], *args: Any) -> Implementation:
+    return _single(lambda x: call(x, *args, dist.group.WORLD).wait())
 
 
 def _raw_all_gather(x: Tensor) -> Tensor:
@@ -152,70 +155,77 @@ def _raw_copies(x: Tensor) -> Tensor:
 
 def _nn_reduce_scatter(x: Tensor) -> Tensor:
     parts = list(x.chunk(dist.get_world_size()))
-    out: Tensor = nn.reduce_scatter(torch.empty_like(parts[0]), parts)
+    out: Tensor = nn.reduce_scatter(torch.empty_like(parts[0]), parts, group=dist.group.WORLD)
     return out
 
 
-# The functional collectives were renamed in torch 2.13; the old names warn there.
+# torch 2.13 renamed the functional collectives; the old names warn there.
 _GATHER = getattr(functional, "all_gather_single_autograd", functional.all_gather_tensor_autograd)
 _SCATTER = getattr(
     functional, "reduce_scatter_single_autograd", functional.reduce_scatter_tensor_autograd
 )
 
-_EQUAL: dict[str, Callable[[int], dict[str, Way]]] = {
+_EQUAL: dict[str, Callable[[int], dict[str, Implementation]]] = {
     "all_gather": lambda _: {
-        "allgrad": _way(lambda x: all_gather(x, sizes="equal")),
-        "raw": _way(_raw_all_gather, _raw_reduce_scatter),
-        "nn": _way(lambda x: torch.cat(nn.all_gather(x))),
-        "functional": _waited(_GATHER, 0),
+        "allgrad": _single(lambda x: all_gather(x, sizes="equal")),
+        "raw": _single(_raw_all_gather, _raw_reduce_scatter),
+        "nn": _single(lambda x: torch.cat(nn.all_gather(x, dist.group.WORLD))),
+        "functional": _functional(_GATHER, 0),
     },
     "reduce_scatter": lambda _: {
-        "allgrad": _way(lambda x: reduce_scatter(x, sizes="equal")),
-        "raw": _way(_raw_reduce_scatter, _raw_all_gather),
-        "nn": _way(_nn_reduce_scatter),
-        "functional": _waited(_SCATTER, "sum", 0),
+        "allgrad": _single(lambda x: reduce_scatter(x, sizes="equal")),
+        "raw": _single(_raw_reduce_scatter, _raw_all_gather),
+        "nn": _single(_nn_reduce_scatter),
+        "functional": _functional(_SCATTER, "sum", 0),
     },
     "all_reduce": lambda rank: {
-        "allgrad": _way(all_reduce),
-        "raw": _way(_raw_all_reduce, _raw_all_reduce),
-        "raw copies": _way(_raw_copies, _raw_copies),
-        "hub by hand": _way(
-            partial(by_hand.summed_by_hub, rank=rank), partial(by_hand.summed_by_hub, rank=rank)
+        "allgrad": _single(all_reduce),
+        "raw": _single(_raw_all_reduce, _raw_all_reduce),
+        "raw copies": _single(_raw_copies, _raw_copies),
+        "star by hand": _single(
+            partial(algorithms.star_all_reduce, rank=rank),
+            partial(algorithms.star_all_reduce, rank=rank),
         ),
-        "shares by hand": _way(by_hand.summed_in_shares, by_hand.summed_in_shares),
+        "chunked by hand": _single(algorithms.chunked_all_reduce, algorithms.chunked_all_reduce),
         "bare": _bare(_raw_all_reduce, _raw_all_reduce),
-        "bare hub": _bare(
-            partial(by_hand.summed_by_hub, rank=rank), partial(by_hand.summed_by_hub, rank=rank)
+        "bare star": _bare(
+            partial(algorithms.star_all_reduce, rank=rank),
+            partial(algorithms.star_all_reduce, rank=rank),
         ),
-        "nn": _way(nn.all_reduce),
-        "functional": _waited(functional.all_reduce, "sum"),
+        "nn": _single(lambda x: nn.all_reduce(x, group=dist.group.WORLD)),
+        "functional": _functional(functional.all_reduce, "sum"),
     },
     "broadcast": lambda rank: {
-        "allgrad": _way(broadcast),
-        "raw": _way(partial(_raw_broadcast, rank=rank), partial(_raw_reduce, rank=rank)),
-        "raw gather": _way(partial(_raw_broadcast, rank=rank), partial(_raw_gather, rank=rank)),
-        "sends by hand": _way(
-            partial(by_hand.sent_out, rank=rank), partial(by_hand.sent_back, rank=rank)
+        "allgrad": _single(broadcast),
+        "raw": _single(partial(_raw_broadcast, rank=rank), partial(_raw_reduce, rank=rank)),
+        "raw gather": _single(partial(_raw_broadcast, rank=rank), partial(_raw_gather, rank=rank)),
+        "linear by hand": _single(
+            partial(algorithms.linear_broadcast, rank=rank),
+            partial(algorithms.linear_reduce, rank=rank),
         ),
-        "shares by hand": _way(
-            partial(by_hand.passed_on, rank=rank), partial(by_hand.passed_back, rank=rank)
+        "chunked by hand": _single(
+            partial(algorithms.chunked_broadcast, rank=rank),
+            partial(algorithms.chunked_reduce, rank=rank),
         ),
-        "bare sends": _bare(
-            partial(by_hand.sent_out, rank=rank), partial(by_hand.sent_back, rank=rank)
+        "bare linear": _bare(
+            partial(algorithms.linear_broadcast, rank=rank),
+            partial(algorithms.linear_reduce, rank=rank),
         ),
-        "nn": _way(lambda x: nn.broadcast(x, 0)),
+        "nn": _single(lambda x: nn.broadcast(x, 0, dist.group.WORLD)),
     },
     "all_to_all": lambda rank: {
-        "allgrad": _way(lambda x: all_to_all(x, send_sizes="equal")),
-        "raw": _way(_raw_all_to_all, _raw_all_to_all),
-        "hub by hand": _way(
-            partial(by_hand.exchanged_by_hub, rank=rank),
-            partial(by_hand.exchanged_by_hub, rank=rank),
+        "allgrad": _single(lambda x: all_to_all(x, send_sizes="equal")),
+        "raw": _single(_raw_all_to_all, _raw_all_to_all),
+        "star by hand": _single(
+            partial(algorithms.star_all_to_all, rank=rank),
+            partial(algorithms.star_all_to_all, rank=rank),
         ),
-        "pairs by hand": _way(by_hand.exchanged_in_pairs, by_hand.exchanged_in_pairs),
+        "pairwise by hand": _single(algorithms.pairwise_all_to_all, algorithms.pairwise_all_to_all),
         "bare": _bare(_raw_all_to_all, _raw_all_to_all),
-        "nn": _way(lambda x: nn.all_to_all_single(torch.empty_like(x), x)),
-        "functional": _waited(functional.all_to_all_single_autograd, None, None),
+        "nn": _single(
+            lambda x: nn.all_to_all_single(torch.empty_like(x), x, group=dist.group.WORLD)
+        ),
+        "functional": _functional(functional.all_to_all_single_autograd, None, None),
     },
 }
 
@@ -236,59 +246,59 @@ def _each(call: Callable[[Tensor], Tensor]) -> Map:
 
 
 _MANY = {
-    "allgrad, one nest": Way(all_reduce),
-    "allgrad, one by one": Way(_each(all_reduce)),
-    "raw, one by one": Way(_each(_raw_all_reduce), _each(_raw_all_reduce)),
-    "raw, flattened by hand": Way(_flattened, _flattened),
+    "allgrad, one nest": Implementation(all_reduce),
+    "allgrad, one by one": Implementation(_each(all_reduce)),
+    "raw, one by one": Implementation(_each(_raw_all_reduce), _each(_raw_all_reduce)),
+    "raw, flattened by hand": Implementation(_flattened, _flattened),
 }
 
 
-def _skewed(case: Case, rank: int) -> dict[str, Way]:
+def _skewed(case: Case, rank: int) -> dict[str, Implementation]:
     rows = case.rows
     if case.operation == "all_gather":
         return {
-            "allgrad": _way(all_gather),
-            "allgrad, sizes given": _way(lambda x: all_gather(x, sizes=rows)),
-            "pad, gather, select": _way(_PadGatherSelect.apply),
-            "padded nn": _way(_padded_nn),
+            "allgrad": _single(all_gather),
+            "allgrad, sizes given": _single(lambda x: all_gather(x, sizes=rows)),
+            "pad, gather, select": _single(_PadGatherSelect.apply),
+            "padded nn": _single(_padded_nn),
         }
     return {
-        "allgrad": _way(lambda x: reduce_scatter(x, sizes=rows)),
-        "raw, padded": _way(
-            lambda x: _raw_reduce_scatter(_spread(x, rows))[: rows[rank]],
-            lambda g: _select(_raw_all_gather(_lengthened(g, max(rows))), rows),
+        "allgrad": _single(lambda x: reduce_scatter(x, sizes=rows)),
+        "raw, padded": _single(
+            lambda x: _raw_reduce_scatter(_pad_blocks(x, rows))[: rows[rank]],
+            lambda g: _select(_raw_all_gather(_pad_rows(g, max(rows))), rows),
         ),
     }
 
 
-def _found_sizes(x: Tensor) -> list[int]:
+def _exchange_sizes(x: Tensor) -> list[int]:
     sizes = torch.empty(dist.get_world_size(), dtype=torch.int64)
     dist.all_gather_into_tensor(sizes, torch.tensor([x.shape[0]]))
     found: list[int] = sizes.tolist()
     return found
 
 
-def _lengthened(x: Tensor, rows: int) -> Tensor:
+def _pad_rows(x: Tensor, rows: int) -> Tensor:
     return pad(x, (0, 0, 0, rows - x.shape[0]))
 
 
-def _spread(x: Tensor, rows: tuple[int, ...]) -> Tensor:
-    """Every block padded to the longest."""
-    return torch.cat([_lengthened(block, max(rows)) for block in x.split(rows)])
+def _pad_blocks(x: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """Pad every block to the length of the longest."""
+    return torch.cat([_pad_rows(block, max(rows)) for block in x.split(rows)])
 
 
 def _select(padded: Tensor, rows: tuple[int, ...] | list[int]) -> Tensor:
-    """What is not padding, by a mask over rows."""
-    place = torch.arange(max(rows))
-    kept = (place < torch.tensor(rows).unsqueeze(1)).view(-1).nonzero().view(-1)
+    """Drop the padding, by a mask over rows."""
+    position = torch.arange(max(rows))
+    kept = (position < torch.tensor(rows).unsqueeze(1)).view(-1).nonzero().view(-1)
     return padded.index_select(0, kept)
 
 
 class _PadGatherSelect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.sizes, ctx.rank = _found_sizes(x), dist.get_rank()
-        padded = _lengthened(x, max(ctx.sizes))
+        ctx.sizes, ctx.rank = _exchange_sizes(x), dist.get_rank()
+        padded = _pad_rows(x, max(ctx.sizes))
         gathered = [torch.empty_like(padded) for _ in ctx.sizes]
         dist.all_gather(gathered, padded)
         return _select(torch.cat(gathered), ctx.sizes)
@@ -300,5 +310,5 @@ class _PadGatherSelect(torch.autograd.Function):
 
 
 def _padded_nn(x: Tensor) -> Tensor:
-    sizes = _found_sizes(x)
-    return _select(torch.cat(nn.all_gather(_lengthened(x, max(sizes)))), sizes)
+    sizes = _exchange_sizes(x)
+    return _select(torch.cat(nn.all_gather(_pad_rows(x, max(sizes)), dist.group.WORLD)), sizes)

@@ -1,7 +1,7 @@
-"""What is measured: the cases, what every rank brings to one, and what is right there.
+"""The cases that are measured, with the inputs and the expected results of every rank.
 
-Values are small whole numbers: their sums are exact in any order, so that a way is right to the
-last bit or wrong. Pieces are rows of 256 bytes.
+Values are small whole numbers, whose sums are exact in any order: a result is bitwise equal or
+wrong. Pieces are rows of 256 bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["MANY", "MANY_BYTES", "OPERATIONS", "Case", "brought", "cases", "wanted"]
+__all__ = ["MANY", "MANY_BYTES", "OPERATIONS", "Case", "cases", "expected", "inputs_and_gradients"]
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 MANY, MANY_BYTES = 200, 10 * 1024
@@ -26,7 +26,7 @@ _WIDTH = 64
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One collective in one world. The largest piece has ``nbytes``; a skewed one is 1:...:1:8."""
+    """One collective in one world. The largest piece has ``nbytes``; ``skewed`` pieces are 1:...:1:8."""
 
     operation: str
     world: int
@@ -36,7 +36,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """The row of the table that this belongs to."""
+        """The row of the table that shows this case."""
         kind = ", skewed 1:8" if self.skewed else ""
         return f"{self.operation}{kind}" if self.tensors == 1 else f"{self.tensors} tensors"
 
@@ -53,7 +53,7 @@ class Case:
 
 
 def cases(worlds: Sequence[int], sizes: Sequence[int], operations: Sequence[str]) -> list[Case]:
-    """All cases of a run, the single element and the many tensors included."""
+    """All cases of a run, including one element and many tensors."""
     found = []
     for world in worlds:
         found += [Case(op, world, n) for op in operations for n in sizes]
@@ -66,8 +66,8 @@ def cases(worlds: Sequence[int], sizes: Sequence[int], operations: Sequence[str]
     return found
 
 
-def brought(case: Case, rank: int) -> tuple[list[Tensor], list[Tensor]]:
-    """What a rank holds, and the gradient of its result."""
+def inputs_and_gradients(case: Case, rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors of a rank, and the gradients of its results."""
     piece, joined = case.rows[rank], sum(case.rows)
     held = joined if case.operation == "reduce_scatter" else piece
     got = joined if case.operation == "all_gather" else piece
@@ -78,10 +78,10 @@ def brought(case: Case, rank: int) -> tuple[list[Tensor], list[Tensor]]:
     )
 
 
-def wanted(case: Case, rank: int) -> tuple[list[Tensor], list[Tensor]]:
-    """The right results and gradients of a rank, from what all of them bring."""
+def expected(case: Case, rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The correct results and gradients of a rank, computed from the inputs of all ranks."""
     results, gradients = [], []
-    everyone = [brought(case, other) for other in range(case.world)]
+    everyone = [inputs_and_gradients(case, other) for other in range(case.world)]
     for i in range(case.tensors):
         xs, gs = [x[i] for x, _ in everyone], [g[i] for _, g in everyone]
         results.append(_forward(case, xs, rank))
@@ -94,28 +94,28 @@ def _forward(case: Case, xs: list[Tensor], rank: int) -> Tensor:
         case "all_gather":
             return torch.cat(xs)
         case "reduce_scatter":
-            return _summed([x.split(case.rows)[rank] for x in xs])
+            return _sum([x.split(case.rows)[rank] for x in xs])
         case "all_to_all":
             return torch.cat([x.chunk(case.world)[rank] for x in xs])
         case "broadcast":
             return xs[0]
-    return _summed(xs)
+    return _sum(xs)
 
 
 def _adjoint(case: Case, gs: list[Tensor], rank: int) -> Tensor:
     match case.operation:
         case "all_gather":
-            return _summed([g.split(case.rows)[rank] for g in gs])
+            return _sum([g.split(case.rows)[rank] for g in gs])
         case "reduce_scatter":
             return torch.cat(gs)
         case "all_to_all":
             return torch.cat([g.chunk(case.world)[rank] for g in gs])
         case "broadcast" if rank:
             return torch.zeros_like(gs[0])
-    return _summed(gs)
+    return _sum(gs)
 
 
-def _summed(xs: Sequence[Tensor]) -> Tensor:
+def _sum(xs: Sequence[Tensor]) -> Tensor:
     total = xs[0].clone()
     for x in xs[1:]:
         total += x

@@ -1,8 +1,8 @@
-"""One interleaved run over the cases: medians, spread, ratios, and memory in fresh processes.
+"""One interleaved run over the cases: medians, spread, ratios, and memory in new processes.
 
-A sample is the slowest rank's time after a barrier. The ways of a case take turns, in an order drawn
-anew for each round: whatever else the machine does falls on all alike, and so does what the way
-before leaves behind.
+A sample is the time of the slowest rank after a barrier. The implementations of a case run one
+after another, in a new random order for each round, so that other load on the machine, and effects
+of the previous implementation, fall on all of them equally.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allgrad.cli.bench.baselines import base_of
-from allgrad.cli.bench.ranks import Timed, Weighed, measure, weigh
+from allgrad.cli.bench.baselines import baseline_of
+from allgrad.cli.bench.measure import PeakMemory, Times, measure_memory, measure_time
 from allgrad.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
     from allgrad.cli.bench.cases import Case
 
-__all__ = ["Measured", "Spread", "Summary", "machine", "run", "weighable"]
+__all__ = ["Measured", "Spread", "Summary", "can_measure_memory", "machine", "run"]
 
 _LIMIT = 1800.0  # seconds for one case
-# Bytes up to which a sample is many calls: it must last longer than what the machine does meanwhile.
+# Up to these bytes a sample is many calls, so that it lasts longer than the noise of the machine.
 _TINY, _SMALL = 64, 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Seconds: the median of the samples, and where the middle half of them lies."""
+    """Seconds: the median and the quartiles of the samples."""
 
     median: float
     low: float
@@ -50,32 +50,36 @@ class Spread:
 
 @dataclass(slots=True)
 class Summary:
-    """One way of one case. ``wrong`` is empty, or says what was: values, or the gradient."""
+    """One implementation of one case. ``wrong`` is empty, "values" or "gradient"."""
 
     wrong: str
     forward: Spread
     both: Spread
-    memory: Weighed | None = None
+    memory: PeakMemory | None = None
 
 
 @dataclass(slots=True)
 class Measured:
-    """One case, all its ways, and which of them the others are compared with."""
+    """One case: the results of all implementations, and the name of the baseline."""
 
     case: Case
     base: str
-    ways: dict[str, Summary]
+    implementations: dict[str, Summary]
 
     def ratio(self, name: str, part: str) -> float:
-        """How long a way takes, with the base as 1."""
-        ours: Spread = getattr(self.ways[name], part)
-        theirs: Spread = getattr(self.ways[self.base], part)
+        """The time of an implementation, as a multiple of the time of the baseline."""
+        ours: Spread = getattr(self.implementations[name], part)
+        theirs: Spread = getattr(self.implementations[self.base], part)
         return ours.median / theirs.median
 
     def plain(self) -> dict[str, Any]:
-        """Plain numbers, for JSON."""
+        """Numbers and strings, for JSON."""
         about = {"title": self.case.title, "rows": self.case.rows, "base": self.base}
-        return asdict(self.case) | about | {"ways": {k: asdict(v) for k, v in self.ways.items()}}
+        return (
+            asdict(self.case)
+            | about
+            | {"implementations": {k: asdict(v) for k, v in self.implementations.items()}}
+        )
 
 
 def run(
@@ -85,20 +89,20 @@ def run(
     memory: bool,
     tell: Callable[[Case, str], None] = lambda *_: None,
 ) -> Iterator[Measured]:
-    """Measure the cases, one after another; ``tell`` hears what comes next."""
-    heaviest = max((case.nbytes for case in cases), default=0)
+    """Measure the cases, one after another; ``tell`` is called before each step."""
+    largest = max((case.nbytes for case in cases), default=0)
     for case in cases:
         tell(case, "time")
         found = _timed(case, repeats)
-        if memory and case.nbytes == heaviest and weighable():
-            for name, summary in found.ways.items():
+        if memory and case.nbytes == largest and can_measure_memory():
+            for name, summary in found.implementations.items():
                 tell(case, f"memory of {name}")
-                summary.memory = _weighed(case, name)
+                summary.memory = _peak_memory(case, name)
         yield found
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """The machine and the versions, on which the results depend."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -109,27 +113,27 @@ def machine() -> dict[str, Any]:
     }
 
 
-def weighable() -> bool:
-    """Tell whether the system says how much memory a process has used."""
+def can_measure_memory() -> bool:
+    """Tell whether the system reports the peak memory of a process."""
     return Path("/proc/self/clear_refs").exists()
 
 
 def _timed(case: Case, repeats: int | None) -> Measured:
     rounds = _rounds(case) if repeats is None else repeats
     calls = 100 if case.nbytes <= _TINY else 10 if case.nbytes * case.tensors <= _SMALL else 1
-    by_rank = run_ranks(measure, case.world, case, rounds, calls, timeout=_LIMIT)
-    ways = {name: _slowest([times[name] for times in by_rank]) for name in by_rank[0]}
-    return Measured(case, base_of(case), ways)
+    by_rank = run_ranks(measure_time, case.world, case, rounds, calls, timeout=_LIMIT)
+    results = {name: _slowest([times[name] for times in by_rank]) for name in by_rank[0]}
+    return Measured(case, baseline_of(case), results)
 
 
 def _rounds(case: Case) -> int:
-    """More samples where one is quick, and where noise is most of it."""
+    """More samples for small sizes: they are quick and noisy."""
     nbytes = case.nbytes * case.tensors
     return 41 if nbytes <= 4096 else 31 if nbytes <= 2**23 else 11
 
 
-def _slowest(ranks: Sequence[Timed]) -> Summary:
-    """The slowest rank's time of each sample; wrong where any rank is."""
+def _slowest(ranks: Sequence[Times]) -> Summary:
+    """The slowest rank of each sample; wrong if any rank is wrong."""
     return Summary(
         next((rank.wrong for rank in ranks if rank.wrong), ""),
         Spread.of([max(times) for times in zip(*(rank.forward for rank in ranks), strict=True)]),
@@ -137,8 +141,10 @@ def _slowest(ranks: Sequence[Timed]) -> Summary:
     )
 
 
-def _weighed(case: Case, name: str) -> Weighed:
-    """The rank with the highest peak. A new process starts ranks that have done nothing before."""
+def _peak_memory(case: Case, name: str) -> PeakMemory:
+    """The rank with the highest peak. A new process starts new ranks."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-        ranks = fresh.submit(run_ranks, weigh, case.world, case, name, timeout=_LIMIT).result()
-    return max(ranks, key=lambda weighed: weighed.both)
+        ranks = fresh.submit(
+            run_ranks, measure_memory, case.world, case, name, timeout=_LIMIT
+        ).result()
+    return max(ranks, key=lambda peak: peak.both)

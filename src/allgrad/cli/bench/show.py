@@ -1,4 +1,4 @@
-"""A benchmark's figures: as tables on the terminal, as JSON, as a picture."""
+"""The results of a benchmark: tables on the terminal, JSON, a plot."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
     from allgrad.cli.bench.run import Measured, Summary
 
-__all__ = ["as_bytes", "draw", "in_words", "tables", "write_json"]
+__all__ = ["draw", "format_bytes", "parse_bytes", "tables", "write_json"]
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _PARTS = {"forward": "forward", "both": "forward + backward"}
 
 
-def as_bytes(words: str) -> int:
-    """Read ``4KiB``, ``64 MiB`` or ``4096``: a whole number of rows of 256 bytes for 8 ranks."""
+def parse_bytes(words: str) -> int:
+    """Parse ``4KiB``, ``64 MiB`` or ``4096``: a multiple of 8 rows of 256 bytes."""
     number, unit = words.strip(), "B"
     for ending in ("KiB", "MiB", "GiB", "B"):
         if number.lower().endswith(ending.lower()):
@@ -34,8 +34,8 @@ def as_bytes(words: str) -> int:
     return nbytes
 
 
-def in_words(nbytes: int) -> str:
-    """Write bytes as a person would."""
+def format_bytes(nbytes: int) -> str:
+    """Bytes as text, in the largest fitting unit."""
     if nbytes == 4:
         return "1 element"
     for unit in ("MiB", "KiB"):
@@ -45,56 +45,56 @@ def in_words(nbytes: int) -> str:
 
 
 def tables(measured: Sequence[Measured]) -> Iterator[Table]:
-    """One table for each world and direction, and one of memory."""
+    """A table for each number of ranks and direction, and one for memory."""
     for world in _distinct(m.case.world for m in measured):
         here = [m for m in measured if m.case.world == world]
         for part, words in _PARTS.items():
-            title = f"{words}, {world} ranks: milliseconds, and times the base (*)"
+            title = f"{words}, {world} ranks: milliseconds, and multiples of the baseline (*)"
             yield _times([m for m in here if m.case.tensors == 1], part, title)
             yield from (
                 _many(m, part, f"{words}, {world} ranks") for m in here if m.case.tensors > 1
             )
-    weighed = [m for m in measured if any(s.memory for s in m.ways.values())]
-    if weighed:
-        yield _memory(weighed)
+    with_memory = [m for m in measured if any(s.memory for s in m.implementations.values())]
+    if with_memory:
+        yield _memory(with_memory)
 
 
 def _times(measured: Sequence[Measured], part: str, title: str) -> Table:
     sizes = sorted({m.case.nbytes for m in measured})
     table = Table("", title=title)
     for nbytes in sizes:
-        table.add_column(in_words(nbytes), justify="right", no_wrap=True)
+        table.add_column(format_bytes(nbytes), justify="right", no_wrap=True)
     for name_of_rows in _distinct(m.case.title for m in measured):
         rows = [m for m in measured if m.case.title == name_of_rows]
         by_size = {m.case.nbytes: m for m in rows}
         table.add_row(f"[bold]{name_of_rows}[/bold]")
-        for way in rows[0].ways:
-            cells = [_cell(by_size.get(nbytes), way, part) for nbytes in sizes]
-            table.add_row(_marked(rows[0], way), *cells)
+        for name in rows[0].implementations:
+            cells = [_cell(by_size.get(nbytes), name, part) for nbytes in sizes]
+            table.add_row(_marked(rows[0], name), *cells)
         table.add_section()
     return table
 
 
 def _many(measured: Measured, part: str, words: str) -> Table:
     case = measured.case
-    each = f"{case.tensors} tensors of {in_words(case.nbytes)}"
+    each = f"{case.tensors} tensors of {format_bytes(case.nbytes)}"
     table = Table("", each, title=f"{case.operation}, {words}")
-    for way in measured.ways:
-        table.add_row(_marked(measured, way), _cell(measured, way, part).replace("\n", "  "))
+    for name in measured.implementations:
+        table.add_row(_marked(measured, name), _cell(measured, name, part).replace("\n", "  "))
     return table
 
 
-def _marked(measured: Measured, way: str) -> str:
-    return f"  {way}*" if way == measured.base else f"  {way}"
+def _marked(measured: Measured, name: str) -> str:
+    return f"  {name}*" if name == measured.base else f"  {name}"
 
 
 def _cell(measured: Measured | None, name: str, part: str) -> str:
     if measured is None:
         return ""
-    summary: Summary = measured.ways[name]
+    summary: Summary = measured.implementations[name]
     spread = getattr(summary, part)
-    around = 50 * (spread.high - spread.low) / spread.median
-    time = f"{1e3 * spread.median:.3g} ±{around:.0f}%"
+    quartiles = 50 * (spread.high - spread.low) / spread.median
+    time = f"{1e3 * spread.median:.3g} ±{quartiles:.0f}%"
     if summary.wrong == "values" or (summary.wrong and part == "both"):
         return f"{time}\n[red]wrong {summary.wrong}[/red]"
     return f"{time}\n[bold]{measured.ratio(name, part):.2f}[/bold]"
@@ -102,31 +102,31 @@ def _cell(measured: Measured | None, name: str, part: str) -> str:
 
 def _memory(measured: Sequence[Measured]) -> Table:
     table = Table(
-        *("collective", "ranks", "way", "result", "forward", "forward + backward"),
-        title="peak memory beyond what was held before: MiB, and times the result",
+        *("collective", "ranks", "implementation", "result", "forward", "forward + backward"),
+        title="peak memory above the memory before: MiB, and multiples of the result",
     )
     for m in measured:
-        label = (f"{m.case.title}, {in_words(m.case.nbytes)}", str(m.case.world))
-        for name, summary in m.ways.items():
-            weight = summary.memory
-            assert weight is not None
+        label = (f"{m.case.title}, {format_bytes(m.case.nbytes)}", str(m.case.world))
+        for name, summary in m.implementations.items():
+            peak = summary.memory
+            assert peak is not None
             cells = [
-                f"{nbytes / 2**20:.0f}  [bold]{nbytes / weight.result:.2f}[/bold]"
-                for nbytes in (weight.forward, weight.both)
+                f"{nbytes / 2**20:.0f}  [bold]{nbytes / peak.result:.2f}[/bold]"
+                for nbytes in (peak.forward, peak.both)
             ]
-            table.add_row(*label, name, f"{weight.result / 2**20:.0f}", *cells)
+            table.add_row(*label, name, f"{peak.result / 2**20:.0f}", *cells)
             label = ("", "")
         table.add_section()
     return table
 
 
 def write_json(path: Path, about: dict[str, Any], measured: Sequence[Measured]) -> None:
-    """Everything, for other programs."""
+    """Write all results, for other programs."""
     path.write_text(json.dumps(about | {"cases": [m.plain() for m in measured]}, indent=1) + "\n")
 
 
 def draw(path: Path, measured: Sequence[Measured]) -> None:
-    """A panel for each collective and world: times the base, forward and backward, by size."""
+    """A panel for each collective and number of ranks: multiples of the baseline, by size."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -142,22 +142,26 @@ def draw(path: Path, measured: Sequence[Measured]) -> None:
         for panel, title in zip(row, titles, strict=True):
             here = [m for m in shown if (m.case.title, m.case.world) == (title, world)]
             _panel(panel, sorted(here, key=lambda m: m.case.nbytes), f"{title}, {world} ranks")
-    figure.suptitle("Forward + backward, as multiples of the base (lower is faster)")
+    figure.suptitle("Forward + backward, as multiples of the baseline (lower is faster)")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
 def _panel(panel: Any, measured: Sequence[Measured], title: str) -> None:
-    places = range(len(measured))
-    for name in measured[0].ways if measured else ():
+    positions = range(len(measured))
+    for name in measured[0].implementations if measured else ():
         ratios = [m.ratio(name, "both") for m in measured]
-        wrong = any(m.ways[name].wrong for m in measured)
+        wrong = any(m.implementations[name].wrong for m in measured)
         style = {"linestyle": ":"} if wrong else {}
         width = 2.5 if name.startswith("allgrad") else 1.2
         label = f"{name} (wrong)" if wrong else name
-        panel.plot(places, ratios, marker="o", markersize=3, linewidth=width, label=label, **style)
-    panel.set_xticks(places, [in_words(m.case.nbytes) for m in measured], fontsize=7, rotation=30)
+        panel.plot(
+            positions, ratios, marker="o", markersize=3, linewidth=width, label=label, **style
+        )
+    panel.set_xticks(
+        positions, [format_bytes(m.case.nbytes) for m in measured], fontsize=7, rotation=30
+    )
     panel.set_yscale("log", base=2)
     panel.yaxis.set_major_formatter("{x:g}")
     panel.set_title(title, fontsize=9)

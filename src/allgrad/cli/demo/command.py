@@ -1,4 +1,4 @@
-"""The demo: real ranks learn to match pictures and captions, and one process learns the same."""
+"""The demo: train on real ranks and in one process, and compare the parameters."""
 
 from __future__ import annotations
 
@@ -7,30 +7,35 @@ from typing import TYPE_CHECKING
 from allgrad.cli.demo import picture
 from allgrad.cli.demo.progress import say
 from allgrad.cli.demo.training import batch_sizes
-from allgrad.cli.demo.worlds import alone, in_torchruns_world, on_new_ranks, torchruns_world
+from allgrad.cli.demo.worlds import (
+    torchrun_world,
+    train_alone,
+    train_in_torchrun_world,
+    train_on_new_ranks,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from allgrad.cli.demo.training import Course, Run
+    from allgrad.cli.demo.training import TrainingConfig, TrainingResult
 
-__all__ = ["show"]
+__all__ = ["run"]
 
-_LIMIT = 1e-8  # rounding in float64 stays far below, a wrong gradient far above
+_LIMIT = 1e-8  # rounding in float64 is far below, a wrong gradient far above
 
 
-def show(course: Course, *, backend: str, out: Path) -> bool:
-    """Train twice, print, draw, and tell whether both came to the same parameters."""
-    place = torchruns_world()
-    speaking = place is None or place[0] == 0
-    if speaking:
-        _introduce(course, backend)
-    ranks = (on_new_ranks if place is None else in_torchruns_world)(course, backend)
-    if not speaking:
+def run(config: TrainingConfig, *, backend: str, out: Path) -> bool:
+    """Train twice, print, plot, and tell whether both gave the same parameters."""
+    world = torchrun_world()
+    prints = world is None or world[0] == 0
+    if prints:
+        _introduce(config, backend)
+    ranks = (train_on_new_ranks if world is None else train_in_torchrun_world)(config, backend)
+    if not prints:
         return True
-    one = alone(course)
+    one = train_alone(config)
     difference, name = _largest_difference(ranks, one)
-    picture.draw(out, course, ranks, one, difference)
+    picture.draw(out, config, ranks, one, difference)
     same = difference <= _LIMIT
     say(f"Largest difference of any parameter on any rank: {difference:.1e} ({name})")
     if not same:
@@ -39,18 +44,20 @@ def show(course: Course, *, backend: str, out: Path) -> bool:
     return same
 
 
-def _introduce(course: Course, backend: str) -> None:
-    say(f"{course.who} ({backend}) and then one process match handwritten digits and captions.")
-    sizes = "  ".join("+".join(map(str, batch_sizes(step, course.ranks))) for step in range(5))
+def _introduce(config: TrainingConfig, backend: str) -> None:
+    say(
+        f"{config.ranks_text} ({backend}) and then one process match handwritten digits and captions."
+    )
+    sizes = "  ".join("+".join(map(str, batch_sizes(step, config.ranks))) for step in range(5))
     say(f"Pairs on each rank at the first steps: {sizes}")
-    say("Right are held-out pictures that are nearest to their own of ten captions.")
+    say("Correct: the held-out pictures whose nearest of ten captions is their own.")
 
 
-def _largest_difference(ranks: Run, one: Run) -> tuple[float, str]:
-    """Between any rank and one process, and in which parameter; not a number counts as most."""
+def _largest_difference(ranks: TrainingResult, one: TrainingResult) -> tuple[float, str]:
+    """The largest difference between any rank and one process, and its parameter; NaN is largest."""
     found = {
-        name: float((ranks.parameters[name] - wanted).abs().max())
-        for name, wanted in one.parameters.items()
+        name: float((ranks.parameters[name] - expected).abs().max())
+        for name, expected in one.parameters.items()
     }
     name = max(found, key=lambda n: (found[n] != found[n], found[n]))
     return found[name], name

@@ -1,7 +1,7 @@
 """Pictures of handwritten digits, and captions for them.
 
-The pictures are real (``digits.txt`` says whose); the captions tell what is in them: always the
-digit, sometimes how thick its strokes are, sometimes which way it leans.
+The pictures are real (``digits.txt`` names the source). The captions describe them: always the
+digit, sometimes the thickness of its strokes, sometimes the direction in which it leans.
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ class Digits:
 
 
 def load(device: torch.device | str = "cpu") -> tuple[Digits, Digits]:
-    """Give the pictures to learn from, and every sixth, held out."""
+    """The training set, and the held-out set: every sixth picture."""
     with resources.files("allgrad.cli.demo").joinpath("digits.npz").open("rb") as file:
         stored = np.load(file, allow_pickle=False)
         images, labels = (torch.from_numpy(stored[name]) for name in ("images", "labels"))
     images, labels = images.double() / 16, labels.long()
     numbers = tokens(captions(images, labels))
-    all_of_them = Digits(*(t.to(device) for t in (images.flatten(1), labels, numbers)))
+    everything = Digits(*(t.to(device) for t in (images.flatten(1), labels, numbers)))
     held_out = torch.arange(len(labels)) % 6 == 5
-    return all_of_them[~held_out], all_of_them[held_out]
+    return everything[~held_out], everything[held_out]
 
 
 def captions(images: Tensor, labels: Tensor) -> list[str]:
-    """A caption for each picture: one in four is plain, the others tell strokes, lean, or both."""
-    told = []
+    """A caption for each picture: one in four is plain, the others name strokes, lean, or both."""
+    made = []
     words = zip(labels.tolist(), _thirds(_ink(images)), _thirds(_slant(images)), strict=True)
-    for place, (label, stroke, lean) in enumerate(words):
-        how = _STROKES[stroke] if place & 1 else "handwritten"
-        way = f" leaning {_LEANS[lean]}" if place & 2 else ""
-        told.append(f"a {how} {NAMES[label]}{way}")
-    return told
+    for index, (label, stroke, lean) in enumerate(words):
+        stroke_word = _STROKES[stroke] if index & 1 else "handwritten"
+        lean_words = f" leaning {_LEANS[lean]}" if index & 2 else ""
+        made.append(f"a {stroke_word} {NAMES[label]}{lean_words}")
+    return made
 
 
 def plain_captions() -> list[str]:
-    """Ten captions that tell nothing but the digit."""
+    """Ten captions that name the digit only."""
     return [f"a handwritten {name}" for name in NAMES]
 
 
 def tokens(sentences: Sequence[str]) -> Tensor:
-    """The words of each caption as numbers, (sentences, longest), filled up with 0."""
+    """The words of each caption as numbers, (sentences, longest), padded with 0."""
     numbers = {word: number for number, word in enumerate(VOCABULARY)}
     rows = [[numbers[word] for word in sentence.split()] for sentence in sentences]
     longest = max(map(len, rows))
@@ -80,7 +80,7 @@ def tokens(sentences: Sequence[str]) -> Tensor:
 
 
 def _thirds(values: Tensor) -> list[int]:
-    """0, 1 or 2 for each value: in which third of all of them it lies."""
+    """0, 1 or 2 for each value: the third of all values that it belongs to."""
     cuts = values.quantile(torch.tensor([1 / 3, 2 / 3], dtype=values.dtype))
     thirds: list[int] = torch.bucketize(values, cuts).tolist()
     return thirds
@@ -91,7 +91,7 @@ def _ink(images: Tensor) -> Tensor:
 
 
 def _slant(images: Tensor) -> Tensor:
-    """How far the ink moves to the right for each row upwards."""
+    """How far the ink shifts to the right for each row upwards."""
     steps = torch.arange(8, dtype=images.dtype)
     weight = images / images.sum((1, 2), keepdim=True)
     x = steps - (weight.sum(1) * steps).sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""One picture of the demo: what both trainings did, and what the towers know in the end."""
+"""The plot of the demo: both training runs, and the similarities at the end."""
 
 from __future__ import annotations
 
@@ -19,46 +19,58 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.gridspec import SubplotSpec
 
-    from allgrad.cli.demo.training import Course, Run
+    from allgrad.cli.demo.training import TrainingConfig, TrainingResult
 
 __all__ = ["draw"]
 
 _THICK: dict[str, Any] = {"color": "#9ecae1", "linewidth": 7, "solid_capstyle": "round"}
 _DASHED: dict[str, Any] = {"color": "#08306b", "linewidth": 1.6, "linestyle": "--"}
 _MARK: dict[str, Any] = {"edgecolors": "black", "linewidths": 0.7}
-_RIGHT: dict[str, Any] = {**_MARK, "marker": "o", "s": 40, "c": "white", "label": "nearest: right"}
+_RIGHT: dict[str, Any] = {
+    **_MARK,
+    "marker": "o",
+    "s": 40,
+    "c": "white",
+    "label": "nearest: correct",
+}
 _WRONG: dict[str, Any] = {**_MARK, "marker": "X", "s": 80, "c": "gold", "label": "nearest: wrong"}
 _EACH = 3  # pictures of each digit in the matrix
-_STEPS = 30  # whose batches are shown
+_STEPS = 30  # steps whose batches are shown
 
 
-def draw(path: Path, course: Course, ranks: Run, one: Run, difference: float) -> None:
-    """Write a PNG: on the left how both trainings went, on the right what was learnt."""
+def draw(
+    path: Path,
+    config: TrainingConfig,
+    ranks: TrainingResult,
+    one: TrainingResult,
+    difference: float,
+) -> None:
+    """Write a PNG: training curves on the left, similarities on the right."""
     figure = Figure(figsize=(17, 8.5), dpi=100, layout="constrained")
     figure.suptitle(
-        f"{course.who} with unequal batches, and one process with the joined batch: "
-        f"after {course.steps} steps their parameters differ by {difference:.1e} at most",
+        f"{config.ranks_text} with unequal batches, and one process with the joined batch: "
+        f"after {config.steps} steps their parameters differ by {difference:.1e} at most",
         fontsize=15,
     )
     halves = figure.add_gridspec(1, 2, width_ratios=(1, 1.45))
     rows = halves[0].subgridspec(3, 1, height_ratios=(1.7, 1, 1))
-    _curves(figure.add_subplot(rows[0]), course, ranks, one)
+    _curves(figure.add_subplot(rows[0]), config, ranks, one)
     _accuracies(figure.add_subplot(rows[1]), ranks, one)
-    _batches(figure.add_subplot(rows[2]), course)
+    _batches(figure.add_subplot(rows[2]), config)
     _similarities(figure, halves[1], ranks)
     figure.savefig(path, format="png", bbox_inches="tight", pad_inches=0.2)
 
 
-def _curves(axes: Axes, course: Course, ranks: Run, one: Run) -> None:
-    steps = range(1, course.steps + 1)
-    axes.plot(steps, ranks.losses, **_THICK, label=course.who)
+def _curves(axes: Axes, config: TrainingConfig, ranks: TrainingResult, one: TrainingResult) -> None:
+    steps = range(1, config.steps + 1)
+    axes.plot(steps, ranks.losses, **_THICK, label=config.ranks_text)
     axes.plot(steps, one.losses, **_DASHED, label="one process")
-    axes.set_title(f"{course.loss} loss of the joined batch", loc="left")
+    axes.set_title(f"{config.loss} loss of the joined batch", loc="left")
     axes.legend(frameon=False, handlelength=4)
     _tidy(axes, "step")
 
 
-def _accuracies(axes: Axes, ranks: Run, one: Run) -> None:
+def _accuracies(axes: Axes, ranks: TrainingResult, one: TrainingResult) -> None:
     for run, line in ((ranks, _THICK), (one, _DASHED)):
         axes.plot([step for step, _ in run.tested], [right for _, right in run.tested], **line)
     axes.set_ylim(0, 1.05)
@@ -67,12 +79,12 @@ def _accuracies(axes: Axes, ranks: Run, one: Run) -> None:
     _tidy(axes, "step")
 
 
-def _batches(axes: Axes, course: Course) -> None:
-    """What each rank held: a bar for each of the first steps."""
-    shown = min(_STEPS, course.steps)
-    sizes = torch.tensor([batch_sizes(step, course.ranks) for step in range(shown)])
+def _batches(axes: Axes, config: TrainingConfig) -> None:
+    """The batch sizes of each rank: a bar for each of the first steps."""
+    shown = min(_STEPS, config.steps)
+    sizes = torch.tensor([batch_sizes(step, config.ranks) for step in range(shown)])
     starts = sizes.cumsum(1) - sizes
-    for rank in range(course.ranks):
+    for rank in range(config.ranks):
         axes.bar(
             range(1, shown + 1),
             sizes[:, rank].tolist(),
@@ -87,26 +99,26 @@ def _batches(axes: Axes, course: Course) -> None:
         fontsize=8,
         loc="center left",
         bbox_to_anchor=(1, 0.5),
-        ncols=1 + (course.ranks > 8),
+        ncols=1 + (config.ranks > 8),
     )
     _tidy(axes, "step")
 
 
-def _similarities(figure: Figure, where: SubplotSpec, run: Run) -> None:
-    """Captions (rows) by held-out pictures (columns), with a mark at each picture's nearest caption."""
+def _similarities(figure: Figure, where: SubplotSpec, run: TrainingResult) -> None:
+    """Captions (rows) by held-out pictures (columns); a mark shows the nearest caption of each."""
     _, held_out = digits.load()
-    places = [p for d in range(10) for p in (held_out.labels == d).nonzero()[:_EACH, 0].tolist()]
-    labels, shown = held_out.labels[places], run.similarities[places].T
+    indices = [p for d in range(10) for p in (held_out.labels == d).nonzero()[:_EACH, 0].tolist()]
+    labels, shown = held_out.labels[indices], run.similarities[indices].T
     rows = where.subgridspec(2, 1, height_ratios=(1, 16), hspace=0)
     strip, matrix = figure.add_subplot(rows[0]), figure.add_subplot(rows[1])
 
-    framed = pad(held_out.pictures[places].view(-1, 8, 8), (1, 1, 1, 1))
+    framed = pad(held_out.pictures[indices].view(-1, 8, 8), (1, 1, 1, 1))
     strip.imshow(
         framed.permute(1, 0, 2).flatten(1).numpy(),
         cmap="gray_r",
         interpolation="nearest",
         aspect="auto",
-        extent=(-0.5, len(places) - 0.5, 0, 1),
+        extent=(-0.5, len(indices) - 0.5, 0, 1),
     )
     strip.set_title(f"cosine of held-out pictures and captions, {_EACH} of each digit", loc="left")
     strip.set_axis_off()

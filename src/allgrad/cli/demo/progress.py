@@ -1,4 +1,4 @@
-"""How far a training is: a live bar on a terminal, a few plain lines elsewhere."""
+"""Progress of a training run: a live bar on a terminal, a few plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from allgrad.cli.demo.training import Watch
+    from allgrad.cli.demo.training import OnStep
 
-__all__ = ["say", "watching"]
+__all__ = ["progress_of", "say"]
 
 _PLAIN_LINES = 5
 
 
 def say(line: str = "") -> None:
-    """Print a line as it is, however long."""
+    """Print one line, without wrapping or markup."""
     Console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def watching(title: str, steps: int) -> Iterator[Watch]:
-    """Show a training of ``steps`` steps while it runs."""
+def progress_of(title: str, steps: int) -> Iterator[OnStep]:
+    """Show the progress of a training run with ``steps`` steps."""
     console = Console()
     if not console.is_terminal or console.is_dumb_terminal:
         yield _lines(title, steps)
@@ -34,23 +34,25 @@ def watching(title: str, steps: int) -> Iterator[Watch]:
         TextColumn("[bold]{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}  right {task.fields[accuracy]:6.1%}"),
+        TextColumn("loss {task.fields[loss]:.4f}  correct {task.fields[accuracy]:6.1%}"),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(title, total=steps, loss=float("nan"), accuracy=0.0)
 
-        def watch(step: int, loss: float, accuracy: float) -> None:
+        def on_step(step: int, loss: float, accuracy: float) -> None:
             bar.update(task, completed=step, loss=loss, accuracy=accuracy)
 
-        yield watch
+        yield on_step
 
 
-def _lines(title: str, steps: int) -> Watch:
+def _lines(title: str, steps: int) -> OnStep:
     shown = {1, *(steps * part // _PLAIN_LINES for part in range(1, _PLAIN_LINES + 1))}
 
-    def watch(step: int, loss: float, accuracy: float) -> None:
+    def on_step(step: int, loss: float, accuracy: float) -> None:
         if step in shown:
-            say(f"{title}  step {step:>{len(str(steps))}}  loss {loss:.4f}  right {accuracy:6.1%}")
+            say(
+                f"{title}  step {step:>{len(str(steps))}}  loss {loss:.4f}  correct {accuracy:6.1%}"
+            )
 
-    return watch
+    return on_step

@@ -1,4 +1,4 @@
-"""The model: a tower for pictures, a tower for captions, and how sharply they are compared."""
+"""The model: a tower for pictures, a tower for captions, and the scale of their similarities."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _STROKES, _HIDDEN, _WIDTH = 12, 96, 32
 
 
 class Towers(nn.Module):
-    """Both towers in float64, the same at every start; with a bias for losses that take one."""
+    """Both towers in float64, with the same initial values everywhere; a bias for losses that take one."""
 
-    def __init__(self, *, biased: bool) -> None:
+    def __init__(self, *, with_bias: bool) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -31,27 +31,31 @@ class Towers(nn.Module):
             self.words = nn.Embedding(len(VOCABULARY), _WIDTH, padding_idx=0)
             self.caption = _tower(_WIDTH)
         self.log_scale = nn.Parameter(torch.tensor(math.log(10)))
-        self.bias = nn.Parameter(torch.tensor(-10.0)) if biased else None
+        self.bias = nn.Parameter(torch.tensor(-10.0)) if with_bias else None
         self.double()
 
     def forward(self, digits: Digits) -> tuple[Tensor, ...]:
         """Features of pictures and captions, the scale, and the bias if there is one."""
-        features = self.see(digits.pictures), self.read(digits.tokens), self.log_scale.exp()
+        features = (
+            self.embed_pictures(digits.pictures),
+            self.embed_captions(digits.tokens),
+            self.log_scale.exp(),
+        )
         return features if self.bias is None else (*features, self.bias)
 
-    def see(self, pictures: Tensor) -> Tensor:
+    def embed_pictures(self, pictures: Tensor) -> Tensor:
         """Unit vectors of pictures."""
         strokes = max_pool2d(gelu(self.strokes(pictures.unflatten(1, (1, 8, 8)))), 2)
         return normalize(self.picture(strokes.flatten(1)), dim=-1)
 
-    def read(self, tokens: Tensor) -> Tensor:
+    def embed_captions(self, tokens: Tensor) -> Tensor:
         """Unit vectors of captions."""
         return normalize(self.caption(self.words(tokens).sum(1)), dim=-1)
 
     @torch.no_grad()
     def similarities(self, pictures: Tensor, tokens: Tensor) -> Tensor:
         """The cosine of each picture (rows) and each caption (columns)."""
-        return self.see(pictures) @ self.read(tokens).T
+        return self.embed_pictures(pictures) @ self.embed_captions(tokens).T
 
 
 def _tower(width: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The same training twice: by ranks that hold unequal batches, and by one process that holds all."""
+"""The same training twice: on ranks that hold unequal batches, and in one process that holds all."""
 
 from __future__ import annotations
 
@@ -23,19 +23,26 @@ if TYPE_CHECKING:
 
     from allgrad.cli.demo.digits import Digits
 
-__all__ = ["LOSSES", "Course", "Run", "batch_sizes", "by_one_process", "by_ranks"]
+__all__ = [
+    "LOSSES",
+    "TrainingConfig",
+    "TrainingResult",
+    "batch_sizes",
+    "train_in_one_process",
+    "train_on_ranks",
+]
 
-_PAIRS = 128  # in a batch of all ranks together
+_PAIRS = 128  # in one batch of all ranks together
 _RATE = 5e-3
-# A small eps would divide a wrong factor of the gradient away, and the parameters would hardly show
-# it (test_demo_fails_when_gradients_are_off_by_a_factor).
+# Adam with a small eps hides a constant factor of the gradient, so that the parameters would hardly
+# differ (test_demo_fails_when_gradients_are_off_by_a_factor).
 _EPS = 1e-3
-_TESTS = 40  # how often the held-out pictures are looked at
+_TESTS = 40  # number of evaluations on the held-out pictures
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "clip": losses.clip_loss,
     "siglip": losses.siglip_loss,
-    "info_nce": losses.info_nce,
+    "info_nce": losses.info_nce_loss,
 }
 _FORMULAS: dict[str, Callable[..., Tensor]] = {
     "clip": reference.clip,
@@ -45,8 +52,8 @@ _FORMULAS: dict[str, Callable[..., Tensor]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """What is trained, the same on every rank and in one process."""
+class TrainingConfig:
+    """The settings of a training run, the same on every rank and in one process."""
 
     loss: str
     steps: int
@@ -54,14 +61,14 @@ class Course:
     device: str = "cpu"
 
     @property
-    def who(self) -> str:
-        """Tell how many ranks there are, in words."""
+    def ranks_text(self) -> str:
+        """The number of ranks, as text."""
         return "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What came of a training: the loss of each step, some accuracies, and the end."""
+class TrainingResult:
+    """The loss of each step, some accuracies, and the state at the end."""
 
     losses: list[float]
     tested: list[tuple[int, float]]
@@ -69,27 +76,27 @@ class Run:
     similarities: Tensor  # of held-out pictures and the ten plain captions
 
 
-class Watch(Protocol):
-    """Who is told of each step: its number from 1, the loss, the newest accuracy."""
+class OnStep(Protocol):
+    """Called after each step with its number from 1, the loss, the latest accuracy."""
 
     def __call__(self, step: int, loss: float, accuracy: float) -> None: ...
 
 
-class Hands(Protocol):
-    """Who does the work."""
+class Trainer(Protocol):
+    """The part of the training that differs between ranks and one process."""
 
     def gradients(self, model: Towers, batch: Digits, sizes: list[int]) -> Tensor:
-        """Put the gradient of the whole batch into the model, and give its loss."""
+        """Set the gradient of the whole batch on the model, and return the loss."""
 
-    def right(self, model: Towers, held_out: Digits) -> Tensor:
-        """Count the pictures whose nearest plain caption is the right one."""
+    def count_correct(self, model: Towers, held_out: Digits) -> Tensor:
+        """Count the pictures whose nearest plain caption is their own."""
 
     def parameters(self, model: Towers) -> dict[str, Tensor]:
-        """Give every parameter, with a row for each rank."""
+        """Return every parameter, with a row for each rank."""
 
 
-class _Ranks:
-    """One of several processes, each with its piece of the batch."""
+class _RankTrainer:
+    """One of several ranks, each with its piece of the batch."""
 
     def __init__(self, loss: str) -> None:
         self._loss = LOSSES[loss]
@@ -102,17 +109,17 @@ class _Ranks:
             p.grad = mean
         return loss
 
-    def right(self, model: Towers, held_out: Digits) -> Tensor:
+    def count_correct(self, model: Towers, held_out: Digits) -> Tensor:
         mine = held_out[rank_of() :: size_of()]
-        return all_reduce(_count_right(model, mine))
+        return all_reduce(_count_correct(model, mine))
 
     @torch.no_grad()
     def parameters(self, model: Towers) -> dict[str, Tensor]:
         return gather({name: p[None] for name, p in model.named_parameters()})
 
 
-class _One:
-    """One process alone, with the whole batch and the plain formula."""
+class _SingleTrainer:
+    """A single process, with the whole batch and the plain formula."""
 
     def __init__(self, loss: str) -> None:
         self._formula = _FORMULAS[loss]
@@ -122,27 +129,27 @@ class _One:
         loss.backward()
         return loss
 
-    def right(self, model: Towers, held_out: Digits) -> Tensor:
-        return _count_right(model, held_out)
+    def count_correct(self, model: Towers, held_out: Digits) -> Tensor:
+        return _count_correct(model, held_out)
 
     def parameters(self, model: Towers) -> dict[str, Tensor]:
         return {name: p.detach()[None] for name, p in model.named_parameters()}
 
 
-def by_ranks(course: Course, watch: Watch) -> Run:
-    """Train on every rank of the world; rank 0 ends with the parameters of all."""
-    return _train(course, _Ranks(course.loss), watch)
+def train_on_ranks(config: TrainingConfig, on_step: OnStep) -> TrainingResult:
+    """Train on every rank of the world; rank 0 gets the parameters of all ranks."""
+    return _train(config, _RankTrainer(config.loss), on_step)
 
 
-def by_one_process(course: Course, watch: Watch) -> Run:
+def train_in_one_process(config: TrainingConfig, on_step: OnStep) -> TrainingResult:
     """Train on the joined batches, without communication."""
-    return _train(course, _One(course.loss), watch)
+    return _train(config, _SingleTrainer(config.loss), on_step)
 
 
 def batch_sizes(step: int, ranks: int) -> list[int]:
-    """How many pairs each rank gets at a step: cut anywhere, and at times nothing for one rank."""
-    chance = torch.Generator().manual_seed(step)
-    cuts = torch.randint(_PAIRS + 1, (ranks - 1,), generator=chance).sort().values.tolist()
+    """The number of pairs of each rank at a step: random, and sometimes 0 on one rank."""
+    generator = torch.Generator().manual_seed(step)
+    cuts = torch.randint(_PAIRS + 1, (ranks - 1,), generator=generator).sort().values.tolist()
     sizes = [right - left for left, right in pairwise([0, *cuts, _PAIRS])]
     if step % 5 == 4 and ranks > 1:
         idle = step % ranks
@@ -151,34 +158,34 @@ def batch_sizes(step: int, ranks: int) -> list[int]:
     return sizes
 
 
-def _train(course: Course, hands: Hands, watch: Watch) -> Run:
-    training, held_out = digits.load(course.device)
-    model = Towers(biased=course.loss == "siglip").to(course.device)
+def _train(config: TrainingConfig, trainer: Trainer, on_step: OnStep) -> TrainingResult:
+    training, held_out = digits.load(config.device)
+    model = Towers(with_bias=config.loss == "siglip").to(config.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=_RATE, eps=_EPS)
-    between_tests = max(1, course.steps // _TESTS)
+    between_tests = max(1, config.steps // _TESTS)
     losses: list[float] = []
     tested: list[tuple[int, float]] = []
-    for step in range(course.steps):
+    for step in range(config.steps):
         optimizer.zero_grad()
-        loss = hands.gradients(model, _batch(training, step), batch_sizes(step, course.ranks))
+        loss = trainer.gradients(model, _batch(training, step), batch_sizes(step, config.ranks))
         optimizer.step()
         losses.append(loss.item())
         done = step + 1
-        if done % between_tests == 0 or done == course.steps or step == 0:
-            tested.append((done, int(hands.right(model, held_out)) / len(held_out)))
-        watch(done, losses[-1], tested[-1][1])
-    return Run(
+        if done % between_tests == 0 or done == config.steps or step == 0:
+            tested.append((done, int(trainer.count_correct(model, held_out)) / len(held_out)))
+        on_step(done, losses[-1], tested[-1][1])
+    return TrainingResult(
         losses,
         tested,
-        {name: p.cpu() for name, p in hands.parameters(model).items()},
+        {name: p.cpu() for name, p in trainer.parameters(model).items()},
         model.similarities(held_out.pictures, _ten_captions(held_out)).cpu(),
     )
 
 
 def _batch(training: Digits, step: int) -> Digits:
-    """The pairs of a step, by chance and the same everywhere."""
-    chance = torch.Generator().manual_seed(step)
-    return training[torch.randperm(len(training), generator=chance)[:_PAIRS]]
+    """The pairs of a step: random, and the same everywhere."""
+    generator = torch.Generator().manual_seed(step)
+    return training[torch.randperm(len(training), generator=generator)[:_PAIRS]]
 
 
 def _own_piece(batch: Digits, sizes: list[int]) -> Digits:
@@ -186,7 +193,7 @@ def _own_piece(batch: Digits, sizes: list[int]) -> Digits:
     return batch[start:end]
 
 
-def _count_right(model: Towers, held_out: Digits) -> Tensor:
+def _count_correct(model: Towers, held_out: Digits) -> Tensor:
     nearest = model.similarities(held_out.pictures, _ten_captions(held_out)).argmax(1)
     return (nearest == held_out.labels).sum()
 

@@ -1,4 +1,4 @@
-"""Who trains: ranks started here, the world that torchrun started, or one process alone."""
+"""Where the training runs: on ranks started here, in the world of torchrun, or in one process."""
 
 from __future__ import annotations
 
@@ -9,66 +9,71 @@ import torch
 from rich.console import Console
 
 from allgrad._wire.world import World, rank_of, stop
-from allgrad.cli.demo.progress import watching
-from allgrad.cli.demo.training import Course, Run, by_one_process, by_ranks
+from allgrad.cli.demo.progress import progress_of
+from allgrad.cli.demo.training import (
+    TrainingConfig,
+    TrainingResult,
+    train_in_one_process,
+    train_on_ranks,
+)
 from allgrad.errors import GroupError
 from allgrad.testing import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["alone", "in_torchruns_world", "on_new_ranks", "torchruns_world"]
+__all__ = ["torchrun_world", "train_alone", "train_in_torchrun_world", "train_on_new_ranks"]
 
 
-def torchruns_world(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """Give the rank of this process and the size of the world that torchrun started it for, if so."""
+def torchrun_world(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """The rank and the world size that torchrun gave this process; None without torchrun."""
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
     size = environment["WORLD_SIZE"]
     local = environment.get("LOCAL_WORLD_SIZE") == size
     if not local or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise GroupError(
-            "They are set, but not by a torchrun on this machine alone.\n"
-            "Use torchrun --standalone, or unset them and the demo starts ranks of its own."
+            "They are set, but not by torchrun on this machine only.\n"
+            "Use torchrun --standalone, or unset them: then the demo starts its own ranks."
         )
     return int(environment["RANK"]), int(size)
 
 
-def in_torchruns_world(course: Course, backend: str) -> Run:
-    """Train as one rank among those torchrun started; afterwards each process is alone again."""
-    rank, size = torchruns_world() or (0, 1)
+def train_in_torchrun_world(config: TrainingConfig, backend: str) -> TrainingResult:
+    """Train as one rank of the world of torchrun; leave the world afterwards."""
+    rank, size = torchrun_world() or (0, 1)
     World.start(
         rank, size, backend=backend, port=int(os.environ["MASTER_PORT"]), name="allgrad demo"
     )
     try:
-        return _on_rank(course)
+        return _on_rank(config)
     finally:
         stop()
 
 
-def on_new_ranks(course: Course, backend: str) -> Run:
-    """Train on ranks of our own, and give what rank 0 has."""
-    limit = 120.0 + course.steps
+def train_on_new_ranks(config: TrainingConfig, backend: str) -> TrainingResult:
+    """Train on new ranks, and return the result of rank 0."""
+    limit = 120.0 + config.steps
     try:
-        return run_ranks(_on_rank, course.ranks, course, backend=backend, timeout=limit)[0]
+        return run_ranks(_on_rank, config.ranks, config, backend=backend, timeout=limit)[0]
     finally:
-        Console().show_cursor()  # rank 0 may have ended while its bar was live
+        Console().show_cursor()  # rank 0 may have ended while its bar was shown
 
 
-def alone(course: Course) -> Run:
-    """Train in this process, on one thread: matrices this small are slower on more."""
+def train_alone(config: TrainingConfig) -> TrainingResult:
+    """Train in this process, on one thread: small matrices are slower on several threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with watching("one process", course.steps) as watch:
-            return by_one_process(course, watch)
+        with progress_of("one process", config.steps) as on_step:
+            return train_in_one_process(config, on_step)
     finally:
         torch.set_num_threads(threads)
 
 
-def _on_rank(course: Course) -> Run:
-    """Rank 0 shows how far all are, on the terminal that it shares with whoever started it."""
+def _on_rank(config: TrainingConfig) -> TrainingResult:
+    """Train; rank 0 shows the progress on the terminal."""
     if rank_of() != 0:
-        return by_ranks(course, lambda step, loss, accuracy: None)  # noqa: ARG005
-    with watching(f"{course.who:<11}", course.steps) as watch:
-        return by_ranks(course, watch)
+        return train_on_ranks(config, lambda step, loss, accuracy: None)  # noqa: ARG005
+    with progress_of(f"{config.ranks_text:<11}", config.steps) as on_step:
+        return train_on_ranks(config, on_step)

@@ -1,12 +1,12 @@
-"""Triton kernels over tiles of scores: a matrix product, with what is needed of it in the epilogue.
+"""Triton kernels over tiles of scores: a matrix product, then an epilogue that reduces or stores it.
 
-A program computes one tile, or some in turns. Rows are those of a panel of queries, columns all keys.
-Numbers come in memory, not as arguments, so that nothing waits for the device:
+A program computes one tile, or several in a loop. Rows are the queries of one panel, columns are keys.
+Scalars are read from device memory, not passed as arguments, so that the host never waits for the device:
 
-    facts   [ scale * log2(e), shift * log2(e), bias * log2(e), whether the shift fails ]
+    scalars   [ scale * log2(e), shift * log2(e), bias * log2(e), 1 if the shift failed else 0 ]
 
-Exponentials are powers of two. A tile at the edge reads zeros where there are no features; what
-comes of them is left out of the sums and of the result.
+Exponentials and logarithms are to base 2. Tiles at the edge read zeros outside the matrix; these
+elements are masked out of the sums and not stored.
 """
 
 # mypy: ignore-errors
@@ -18,192 +18,203 @@ import triton.language as tl
 
 __all__ = [
     "add_rows",
-    "find_facts",
-    "find_longest",
-    "join_logs",
+    "combine_logs",
+    "max_norms",
     "row_dots",
+    "safe_softmax_tile",
+    "safe_sums_tile",
     "sigmoid_tile",
     "softmax_tile",
-    "softmax_tile_of_any_range",
+    "sums_pair_tile",
     "sums_tile",
-    "sums_tile_of_any_range",
-    "sums_tile_of_pairs",
+    "write_scalars",
 ]
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# A batch of another size is no reason to compile again.
+# Sizes that change from batch to batch must not trigger a compilation.
 _SIZES = ("rows", "columns", "width", "first_pair", "count", "length")
 
 
 @triton.jit
-def _products(q, k, row, column, width, TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr):
-    tile = tl.zeros((TALL, WIDE), dtype=tl.float32)
-    for at in range(0, width, DEEP):
-        tile = tl.dot(q.load([row, at]), k.load([column, at]).T, tile)
+def _products(
+    q, k, start_m, start_n, width,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tile = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start_k in range(0, width, BLOCK_K):
+        tile = tl.dot(q.load([start_m, start_k]), k.load([start_n, start_k]).T, tile)
     return tile
 
 
 @triton.jit
-def _has_pairs(down, across, first_pair, TALL: tl.constexpr, WIDE: tl.constexpr):
-    start = first_pair + down * TALL - across * WIDE
-    return (start < WIDE) & (start + TALL > 0)
+def _has_pairs(pid_m, pid_n, first_pair, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    start = first_pair + pid_m * BLOCK_M - pid_n * BLOCK_N
+    return (start < BLOCK_N) & (start + BLOCK_M > 0)
 
 
 @triton.jit
 def _sums(
-    q, k, facts, by_row, by_column, rows, columns, width, first_pair, down, across,
-    TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr,
-    PAIRS: tl.constexpr,
+    q, k, scalars, row_parts, column_parts, rows, columns, width, first_pair, pid_m, pid_n,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    HAS_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    tile = _products(q, k, down * TALL, across * WIDE, width, TALL, WIDE, DEEP)
-    row = down * TALL + tl.arange(0, TALL)
-    column = across * WIDE + tl.arange(0, WIDE)
-    shift = tl.where(column < columns, -tl.load(facts + 1), float("-inf"))
-    tile = tl.exp2(tile * tl.load(facts) + shift[None, :])
-    if PAIRS:
-        tile = tl.where((row + first_pair)[:, None] == column[None, :], 0.0, tile)
-    tl.store(by_row + across * rows + row, tl.sum(tile, 1), mask=row < rows)
-    if COLUMNS:
-        if down * TALL + TALL > rows:
-            tile = tl.where((row < rows)[:, None], tile, 0.0)
-        tl.store(by_column + down * columns + column, tl.sum(tile, 0), mask=column < columns)
+    tile = _products(q, k, pid_m * BLOCK_M, pid_n * BLOCK_N, width, BLOCK_M, BLOCK_N, BLOCK_K)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    shift = tl.where(offs_n < columns, -tl.load(scalars + 1), float("-inf"))
+    tile = tl.exp2(tile * tl.load(scalars) + shift[None, :])
+    if HAS_PAIRS:
+        tile = tl.where((offs_m + first_pair)[:, None] == offs_n[None, :], 0.0, tile)
+    tl.store(row_parts + pid_n * rows + offs_m, tl.sum(tile, 1), mask=offs_m < rows)
+    if HAS_COLUMNS:
+        if pid_m * BLOCK_M + BLOCK_M > rows:
+            tile = tl.where((offs_m < rows)[:, None], tile, 0.0)
+        tl.store(column_parts + pid_m * columns + offs_n, tl.sum(tile, 0), mask=offs_n < columns)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def sums_tile(
-    q, k, facts, by_row, by_column, rows, columns, width, first_pair,
-    TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr,
+    q, k, scalars, row_parts, column_parts, rows, columns, width, first_pair,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of exp(score - shift) along the rows and the columns of a tile, one exp for both."""
-    high = tl.cdiv(rows, TALL)
-    down, across = tl.program_id(0) % high, tl.program_id(0) // high
-    _sums(q, k, facts, by_row, by_column, rows, columns, width, first_pair, down, across,
-          TALL, WIDE, DEEP, COLUMNS, False)  # fmt: skip
+    """Sum exp(score - shift) along the rows and columns of a tile; one exp serves both sums."""
+    num_pid_m = tl.cdiv(rows, BLOCK_M)
+    pid_m, pid_n = tl.program_id(0) % num_pid_m, tl.program_id(0) // num_pid_m
+    _sums(q, k, scalars, row_parts, column_parts, rows, columns, width, first_pair, pid_m, pid_n,
+          BLOCK_M, BLOCK_N, BLOCK_K, HAS_COLUMNS, False)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def sums_tile_of_pairs(
-    q, k, facts, by_row, by_column, rows, columns, width, first_pair,
-    TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr,
-    CROSSED: tl.constexpr,
+def sums_pair_tile(
+    q, k, scalars, row_parts, column_parts, rows, columns, width, first_pair,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    PAIR_TILES: tl.constexpr,
 ):  # fmt: skip
-    """The same but for pairs, of the tiles that have some: at most CROSSED for each tile of rows.
+    """Recompute ``sums_tile`` without the pairs, for tiles that contain pairs.
 
-    With the pairs in mind ``sums_tile`` would need more registers, and fewer of it would run at once.
+    A row of tiles has at most PAIR_TILES of them. This is a kernel of its own because masking the
+    pairs in ``sums_tile`` would need more registers and lower its occupancy.
     """
-    down = tl.program_id(0) // CROSSED
-    across = (first_pair + down * TALL) // WIDE + tl.program_id(0) % CROSSED
-    if _has_pairs(down, across, first_pair, TALL, WIDE) & (across * WIDE < columns):
-        _sums(q, k, facts, by_row, by_column, rows, columns, width, first_pair, down, across,
-              TALL, WIDE, DEEP, COLUMNS, True)  # fmt: skip
+    pid_m = tl.program_id(0) // PAIR_TILES
+    pid_n = (first_pair + pid_m * BLOCK_M) // BLOCK_N + tl.program_id(0) % PAIR_TILES
+    if _has_pairs(pid_m, pid_n, first_pair, BLOCK_M, BLOCK_N) & (pid_n * BLOCK_N < columns):
+        _sums(q, k, scalars, row_parts, column_parts, rows, columns, width, first_pair, pid_m, pid_n,
+              BLOCK_M, BLOCK_N, BLOCK_K, HAS_COLUMNS, True)  # fmt: skip
 
 
 @triton.jit
 def _finite(top):
-    """Nothing but a pair has no highest score, and infinity less infinity is no number."""
+    """Replace a maximum of -inf, that of a row of nothing but a pair: -inf - -inf would be NaN."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def sums_tile_of_any_range(
-    q, k, facts, by_row, by_column, rows, columns, width, first_pair,
-    TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr,
+def safe_sums_tile(
+    q, k, scalars, row_parts, column_parts, rows, columns, width, first_pair,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Logs (to base 2) of such sums but for pairs without a shift, for scores too far apart; else nothing.
+    """If the shift failed: the log2 of the sums without pairs, with the maximum of each row or column.
 
-    As it seldom has anything to do, few programs take all tiles in turns.
+    This is rare, so a fixed small number of programs loops over all tiles.
     """
-    if tl.load(facts + 3) == 0:
+    if tl.load(scalars + 3) == 0:
         return
-    high = tl.cdiv(rows, TALL)
-    for number in range(tl.program_id(0), high * tl.cdiv(columns, WIDE), tl.num_programs(0)):
-        down, across = number % high, number // high
-        tile = _products(q, k, down * TALL, across * WIDE, width, TALL, WIDE, DEEP)
-        row = down * TALL + tl.arange(0, TALL)
-        column = across * WIDE + tl.arange(0, WIDE)
-        there = (row < rows)[:, None] & (column < columns)[None, :]
-        there &= (row + first_pair)[:, None] != column[None, :]
-        tile = tl.where(there, tile * tl.load(facts), float("-inf"))
+    num_pid_m = tl.cdiv(rows, BLOCK_M)
+    for pid in range(tl.program_id(0), num_pid_m * tl.cdiv(columns, BLOCK_N), tl.num_programs(0)):
+        pid_m, pid_n = pid % num_pid_m, pid // num_pid_m
+        tile = _products(q, k, pid_m * BLOCK_M, pid_n * BLOCK_N, width, BLOCK_M, BLOCK_N, BLOCK_K)
+        offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = (offs_m < rows)[:, None] & (offs_n < columns)[None, :]
+        mask &= (offs_m + first_pair)[:, None] != offs_n[None, :]
+        tile = tl.where(mask, tile * tl.load(scalars), float("-inf"))
         top = _finite(tl.max(tile, 1))
         sums = tl.sum(tl.exp2(tile - top[:, None]), 1)
-        tl.store(by_row + across * rows + row, top + tl.log2(sums), mask=row < rows)
-        if COLUMNS:
+        tl.store(row_parts + pid_n * rows + offs_m, top + tl.log2(sums), mask=offs_m < rows)
+        if HAS_COLUMNS:
             top = _finite(tl.max(tile, 0))
             sums = tl.sum(tl.exp2(tile - top[None, :]), 0)
-            at = by_column + down * columns + column
-            tl.store(at, top + tl.log2(sums), mask=column < columns)
+            target = column_parts + pid_m * columns + offs_n
+            tl.store(target, top + tl.log2(sums), mask=offs_n < columns)
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def join_logs(parts, logs, facts, count, length, SMALL: tl.constexpr):
-    """Join logs (to base 2) of sums to those of the sum of them, if the shift failed."""
-    if tl.load(facts + 3) == 0:
+def combine_logs(parts, logs, scalars, count, length, BLOCK: tl.constexpr):
+    """If the shift failed: add the parts to ``logs``, both log2 of sums, as log2(sum of 2^part)."""
+    if tl.load(scalars + 3) == 0:
         return
-    at = tl.program_id(0) * SMALL + tl.arange(0, SMALL)
-    joined = tl.load(logs + at, mask=at < length, other=0.0)
-    for number in range(count):
-        part = tl.load(parts + number * length + at, mask=at < length, other=0.0)
-        top = _finite(tl.maximum(joined, part))
-        joined = top + tl.log2(tl.exp2(joined - top) + tl.exp2(part - top))
-    tl.store(logs + at, joined, mask=at < length)
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(logs + offs, mask=offs < length, other=0.0)
+    for index in range(count):
+        part = tl.load(parts + index * length + offs, mask=offs < length, other=0.0)
+        top = _finite(tl.maximum(total, part))
+        total = top + tl.log2(tl.exp2(total - top) + tl.exp2(part - top))
+    tl.store(logs + offs, total, mask=offs < length)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def softmax_tile(
-    q, k, facts, row_lse, column_lse, weights, rows, columns, width, everywhere,
-    TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr,
-    SMOOTHED: tl.constexpr, LIFT: tl.constexpr,
+    q, k, scalars, row_lse, column_lse, weights, rows, columns, width, smoothing,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, STORE_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Weights of a tile of scores, from logs of sums to base 2, times LIFT; not those of pairs.
+    """Store the weights of a tile of scores times STORE_SCALE; those of pairs are not correct yet.
 
-    Nothing, if both rows and columns count and the shift failed. With that case and the pairs in
-    mind it would need more registers, and fewer of it would run at once.
+    ``row_lse`` and ``column_lse`` are to base 2. With a softmax along columns and a failed shift it
+    stores nothing and ``safe_softmax_tile`` does the work. That case and the pairs are left out
+    because they would need more registers and lower the occupancy.
     """
-    if COLUMNS:  # noqa: SIM102  known when compiled, unlike the next
-        if tl.load(facts + 3) != 0:
+    if HAS_COLUMNS:  # noqa: SIM102  a constant at compile time, unlike the next condition
+        if tl.load(scalars + 3) != 0:
             return
-    high = tl.cdiv(rows, TALL)
-    row, column = tl.program_id(0) % high * TALL, tl.program_id(0) // high * WIDE
-    tile = _products(q, k, row, column, width, TALL, WIDE, DEEP)
-    at_row, at_column = row + tl.arange(0, TALL), column + tl.arange(0, WIDE)
-    scale, shift = tl.load(facts), tl.load(facts + 1)
-    by_row = tl.load(row_lse + at_row, mask=at_row < rows, other=0.0)
-    if COLUMNS:
-        by_column = tl.load(column_lse + at_column, mask=at_column < columns, other=0.0)
+    num_pid_m = tl.cdiv(rows, BLOCK_M)
+    start_m, start_n = (
+        tl.program_id(0) % num_pid_m * BLOCK_M,
+        tl.program_id(0) // num_pid_m * BLOCK_N,
+    )
+    tile = _products(q, k, start_m, start_n, width, BLOCK_M, BLOCK_N, BLOCK_K)
+    offs_m, offs_n = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
+    scale, shift = tl.load(scalars), tl.load(scalars + 1)
+    by_row = tl.load(row_lse + offs_m, mask=offs_m < rows, other=0.0)
+    if HAS_COLUMNS:
+        by_column = tl.load(column_lse + offs_n, mask=offs_n < columns, other=0.0)
         factor = tl.exp2(shift - by_row)[:, None] + tl.exp2(shift - by_column)[None, :]
         tile = tl.exp2(tile * scale - shift) * factor
     else:
         tile = tl.exp2(tile * scale - by_row[:, None])
-    if SMOOTHED:
-        tile -= everywhere
-    weights.store([row, column], (tile * LIFT).to(weights.dtype))
+    if HAS_SMOOTHING:
+        tile -= smoothing
+    weights.store([start_m, start_n], (tile * STORE_SCALE).to(weights.dtype))
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def softmax_tile_of_any_range(
-    q, k, facts, row_lse, column_lse, weights, rows, columns, width, everywhere,
-    TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, SMOOTHED: tl.constexpr,
-    LIFT: tl.constexpr,
+def safe_softmax_tile(
+    q, k, scalars, row_lse, column_lse, weights, rows, columns, width, smoothing,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    STORE_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """The same without a shift, if it failed; else nothing. Few programs take all tiles in turns."""
-    if tl.load(facts + 3) == 0:
+    """If the shift failed: ``softmax_tile`` along rows and columns, with an exp for each.
+
+    This is rare, so a fixed small number of programs loops over all tiles.
+    """
+    if tl.load(scalars + 3) == 0:
         return
-    high = tl.cdiv(rows, TALL)
-    for number in range(tl.program_id(0), high * tl.cdiv(columns, WIDE), tl.num_programs(0)):
-        row, column = number % high * TALL, number // high * WIDE
-        tile = _products(q, k, row, column, width, TALL, WIDE, DEEP) * tl.load(facts)
-        at_row, at_column = row + tl.arange(0, TALL), column + tl.arange(0, WIDE)
-        by_row = tl.load(row_lse + at_row, mask=at_row < rows, other=0.0)
-        by_column = tl.load(column_lse + at_column, mask=at_column < columns, other=0.0)
+    num_pid_m = tl.cdiv(rows, BLOCK_M)
+    for pid in range(tl.program_id(0), num_pid_m * tl.cdiv(columns, BLOCK_N), tl.num_programs(0)):
+        start_m, start_n = pid % num_pid_m * BLOCK_M, pid // num_pid_m * BLOCK_N
+        tile = _products(q, k, start_m, start_n, width, BLOCK_M, BLOCK_N, BLOCK_K) * tl.load(scalars)
+        offs_m, offs_n = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
+        by_row = tl.load(row_lse + offs_m, mask=offs_m < rows, other=0.0)
+        by_column = tl.load(column_lse + offs_n, mask=offs_n < columns, other=0.0)
         tile = tl.exp2(tile - by_row[:, None]) + tl.exp2(tile - by_column[None, :])
-        if SMOOTHED:
-            tile -= everywhere
-        weights.store([row, column], (tile * LIFT).to(weights.dtype))
+        if HAS_SMOOTHING:
+            tile -= smoothing
+        weights.store([start_m, start_n], (tile * STORE_SCALE).to(weights.dtype))
 
 
 @triton.jit
-def _grown(a, b):
-    """(1 + a)(1 + b) - 1, where small numbers are not lost beside the 1."""
+def _product_minus_one(a, b):
+    """(1 + a)(1 + b) - 1, which keeps small a and b that 1 + a would round away."""
     return a + b + a * b
 
 
@@ -216,111 +227,113 @@ def _reciprocal(x):
 
 @triton.jit(do_not_specialize=_SIZES)
 def sigmoid_tile(
-    q, k, facts, pairs, softplus, total, weights, rows, columns, width, first_pair,
-    TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr, STORE: tl.constexpr,
-    LIFT: tl.constexpr,
+    q, k, scalars, pair_weights, softplus_parts, weight_parts, weights, rows, columns, width, first_pair,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STORE_WEIGHTS: tl.constexpr,
+    STORE_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Sums of log2(1 + exp(score)) but for pairs and of the weights, and the weights times LIFT.
+    """Sum log2(1 + exp(score)) over a tile without pairs; store the weights times STORE_SCALE, and their sum.
 
-    The sum of logs is the log of a product: one for each 16 scores, those that one thread holds.
+    The sum of logs is computed as the log of a product, one for each 16 scores that a thread holds.
     """
-    high = tl.cdiv(rows, TALL)
-    down, across = tl.program_id(0) % high, tl.program_id(0) // high
-    tile = _products(q, k, down * TALL, across * WIDE, width, TALL, WIDE, DEEP)
-    row = down * TALL + tl.arange(0, TALL)
-    column = across * WIDE + tl.arange(0, WIDE)
-    tile = tile * tl.load(facts) + tl.load(facts + 2)
-    has_pairs = _has_pairs(down, across, first_pair, TALL, WIDE)
+    num_pid_m = tl.cdiv(rows, BLOCK_M)
+    pid_m, pid_n = tl.program_id(0) % num_pid_m, tl.program_id(0) // num_pid_m
+    tile = _products(q, k, pid_m * BLOCK_M, pid_n * BLOCK_N, width, BLOCK_M, BLOCK_N, BLOCK_K)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile = tile * tl.load(scalars) + tl.load(scalars + 2)
+    has_pairs = _has_pairs(pid_m, pid_n, first_pair, BLOCK_M, BLOCK_N)
     if has_pairs:
-        tile = tl.where((row + first_pair)[:, None] == column[None, :], float("-inf"), tile)
-    if (down * TALL + TALL > rows) | (across * WIDE + WIDE > columns):
-        tile += tl.where(row < rows, 0.0, float("-inf"))[:, None]
-        tile += tl.where(column < columns, 0.0, float("-inf"))[None, :]
-    small = tl.exp2(-tl.abs(tile))
-    grown = tl.reduce(tl.reshape(small, (TALL, WIDE // 8, 8)), 1, _grown)
-    # 1 + x loses a small x to rounding; three terms of the series of its log do not.
-    series = grown * (1.0 - grown * (0.5 - grown * 0.3333333333)) * LOG2E
-    logs = tl.where(grown < 0.01, series, tl.log2(1.0 + grown))
-    tl.store(softplus + tl.program_id(0), tl.sum(logs) + tl.sum(tl.maximum(tile, 0.0)))
-    if STORE:
-        tile = tl.where(tile < 0.0, small, 1.0) * _reciprocal(1.0 + small)
+        tile = tl.where((offs_m + first_pair)[:, None] == offs_n[None, :], float("-inf"), tile)
+    if (pid_m * BLOCK_M + BLOCK_M > rows) | (pid_n * BLOCK_N + BLOCK_N > columns):
+        tile += tl.where(offs_m < rows, 0.0, float("-inf"))[:, None]
+        tile += tl.where(offs_n < columns, 0.0, float("-inf"))[None, :]
+    exp_neg = tl.exp2(-tl.abs(tile))
+    product = tl.reduce(tl.reshape(exp_neg, (BLOCK_M, BLOCK_N // 8, 8)), 1, _product_minus_one)
+    # 1 + x rounds a small x away; three terms of the series of log(1 + x) keep it.
+    series = product * (1.0 - product * (0.5 - product * 0.3333333333)) * LOG2E
+    logs = tl.where(product < 0.01, series, tl.log2(1.0 + product))
+    tl.store(softplus_parts + tl.program_id(0), tl.sum(logs) + tl.sum(tl.maximum(tile, 0.0)))
+    if STORE_WEIGHTS:
+        tile = tl.where(tile < 0.0, exp_neg, 1.0) * _reciprocal(1.0 + exp_neg)
         if has_pairs:
-            inside = (row < rows) & (row + first_pair < columns)
-            at_pair = tl.load(pairs + row, mask=inside, other=0.0)
-            tile = tl.where((row + first_pair)[:, None] == column[None, :], at_pair[:, None], tile)
-        weights.store([down * TALL, across * WIDE], (tile * LIFT).to(weights.dtype))
-        tl.store(total + tl.program_id(0), tl.sum(tile))
+            mask = (offs_m < rows) & (offs_m + first_pair < columns)
+            at_pairs = tl.load(pair_weights + offs_m, mask=mask, other=0.0)
+            tile = tl.where(
+                (offs_m + first_pair)[:, None] == offs_n[None, :], at_pairs[:, None], tile
+            )
+        weights.store([pid_m * BLOCK_M, pid_n * BLOCK_N], (tile * STORE_SCALE).to(weights.dtype))
+        tl.store(weight_parts + tl.program_id(0), tl.sum(tile))
 
 
 @triton.jit
-def _dots(a, b, rows, width, a_stride, b_stride, TALL: tl.constexpr, DEEP: tl.constexpr):
-    """The products of a program's rows of two matrices; zero for rows that are not there."""
-    row = (tl.program_id(0) * TALL + tl.arange(0, TALL)).to(tl.int64)[:, None]
-    total = tl.zeros((TALL, DEEP), dtype=tl.float32)
-    for at in range(0, width, DEEP):
-        column = at + tl.arange(0, DEEP)[None, :]
-        there = (row < rows) & (column < width)
-        left = tl.load(a + row * a_stride + column, mask=there, other=0.0).to(tl.float32)
-        right = tl.load(b + row * b_stride + column, mask=there, other=0.0).to(tl.float32)
+def _dots(a, b, rows, width, a_stride, b_stride, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Dot products of this program's rows of two matrices; zero for rows outside them."""
+    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    total = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
+    for start_k in range(0, width, BLOCK_K):
+        column = start_k + tl.arange(0, BLOCK_K)[None, :]
+        mask = (row < rows) & (column < width)
+        left = tl.load(a + row * a_stride + column, mask=mask, other=0.0).to(tl.float32)
+        right = tl.load(b + row * b_stride + column, mask=mask, other=0.0).to(tl.float32)
         total += left * right
     return tl.sum(total, 1)
 
 
 @triton.jit(do_not_specialize=("rows",))
-def row_dots(a, b, dots, rows, width, a_stride, b_stride, TALL: tl.constexpr, DEEP: tl.constexpr):
-    """The products of rows of two matrices, in float32."""
-    row = tl.program_id(0) * TALL + tl.arange(0, TALL)
-    found = _dots(a, b, rows, width, a_stride, b_stride, TALL, DEEP)
-    tl.store(dots + row, found, mask=row < rows)
+def row_dots(
+    a, b, dots, rows, width, a_stride, b_stride, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Dot products of the rows of two matrices, in float32."""
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    values = _dots(a, b, rows, width, a_stride, b_stride, BLOCK_M, BLOCK_K)
+    tl.store(dots + offs_m, values, mask=offs_m < rows)
 
 
 @triton.jit(do_not_specialize=("rows",))
 def add_rows(
     a, b, gain, into, dots, rows, width, a_stride, b_stride, into_stride,
-    TALL: tl.constexpr, DEEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The same, and ``a`` times ``gain`` is added to ``into``."""
-    row = (tl.program_id(0) * TALL + tl.arange(0, TALL)).to(tl.int64)[:, None]
-    total = tl.zeros((TALL, DEEP), dtype=tl.float32)
+    """``row_dots`` of a and b; in the same pass add ``a * gain`` to ``into``."""
+    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    total = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
     factor = tl.load(gain)
-    for at in range(0, width, DEEP):
-        column = at + tl.arange(0, DEEP)[None, :]
-        there = (row < rows) & (column < width)
-        left = tl.load(a + row * a_stride + column, mask=there, other=0.0)
-        total += left * tl.load(b + row * b_stride + column, mask=there, other=0.0).to(tl.float32)
+    for start_k in range(0, width, BLOCK_K):
+        column = start_k + tl.arange(0, BLOCK_K)[None, :]
+        mask = (row < rows) & (column < width)
+        left = tl.load(a + row * a_stride + column, mask=mask, other=0.0)
+        total += left * tl.load(b + row * b_stride + column, mask=mask, other=0.0).to(tl.float32)
         target = into + row * into_stride + column
-        tl.store(target, tl.load(target, mask=there, other=0.0) + left * factor, mask=there)
-    row = tl.program_id(0) * TALL + tl.arange(0, TALL)
+        tl.store(target, tl.load(target, mask=mask, other=0.0) + left * factor, mask=mask)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(dots + row, tl.sum(total, 1), mask=row < rows)
 
 
 @triton.jit(do_not_specialize=("rows",))
-def find_longest(x, longest, rows, width, stride, TALL: tl.constexpr, DEEP: tl.constexpr):
-    """The largest norm among a program's rows."""
-    squares = _dots(x, x, rows, width, stride, stride, TALL, DEEP)
-    tl.store(longest + tl.program_id(0), tl.sqrt(tl.max(squares)))
+def max_norms(x, norms, rows, width, stride, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The largest norm among the rows of each program."""
+    squares = _dots(x, x, rows, width, stride, stride, BLOCK_M, BLOCK_K)
+    tl.store(norms + tl.program_id(0), tl.sqrt(tl.max(squares)))
 
 
 @triton.jit
-def _largest(parts, count, SMALL: tl.constexpr):
-    largest = tl.zeros((SMALL,), dtype=tl.float32)
-    for start in range(0, count, SMALL):
-        at = start + tl.arange(0, SMALL)
-        largest = tl.maximum(largest, tl.load(parts + at, mask=at < count, other=0.0))
-    return tl.max(largest)
+def _maximum(parts, count, BLOCK: tl.constexpr):
+    maximum = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, count, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        maximum = tl.maximum(maximum, tl.load(parts + offs, mask=offs < count, other=0.0))
+    return tl.max(maximum)
 
 
 @triton.jit(do_not_specialize=("count_q", "count_k"))
-def find_facts(
-    longest_q, longest_k, count_q, count_k, scale, bias, facts, highest,
-    BIASED: tl.constexpr, SMALL: tl.constexpr,
+def write_scalars(
+    norms_q, norms_k, count_q, count_k, scale, bias, scalars, max_exponent,
+    HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The facts, with no failure yet; less the shift no score but for the bias is above ``highest``."""
+    """Write ``scalars``, with a shift that keeps every score - shift (bias excluded) at most ``max_exponent``."""
     factor = tl.load(scale)
-    bound = (
-        tl.abs(factor) * _largest(longest_q, count_q, SMALL) * _largest(longest_k, count_k, SMALL)
-    )
-    tl.store(facts, factor * LOG2E)
-    tl.store(facts + 1, tl.maximum(bound - highest, 0.0) * LOG2E)
-    tl.store(facts + 2, tl.load(bias) * LOG2E if BIASED else 0.0)
-    tl.store(facts + 3, 0.0)
+    bound = tl.abs(factor) * _maximum(norms_q, count_q, BLOCK) * _maximum(norms_k, count_k, BLOCK)
+    tl.store(scalars, factor * LOG2E)
+    tl.store(scalars + 1, tl.maximum(bound - max_exponent, 0.0) * LOG2E)
+    tl.store(scalars + 2, tl.load(bias) * LOG2E if HAS_BIAS else 0.0)
+    tl.store(scalars + 3, 0.0)

@@ -1,7 +1,7 @@
-"""Scores in tiles, in plain torch: sums over rows and columns, and gradients; any device and dtype.
+"""Tiles of scores in plain torch, for any device and dtype: sums along rows and columns, and gradients.
 
-The scores of n queries and m keys are never all there. A tile of them is computed, reduced to what
-is needed of it, and dropped. Sums are kept in float32, of float64 in float64.
+The n x m scores of n queries and m keys never exist at once. Each tile is computed, reduced, and
+dropped. Sums are kept in float32, or in float64 for float64 features.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import logsigmoid
 
-from allgrad.losses._tiles.accumulators import accumulator, panels
+from allgrad.losses._kind import LossKind
+from allgrad.losses._tiles.accumulators import accumulator_dtype, panels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,37 +22,36 @@ if TYPE_CHECKING:
 
 __all__ = ["Gradients", "Tiles", "Weights", "row_dots", "tiles_for"]
 
-TILE = 512, 1024  # what stays in the caches of a CPU
+CPU_TILE = 512, 1024  # rows and columns of a tile that stays in the caches of a CPU
+DEVICE_TILE = 4096, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What a score weighs in the gradient, before all weights are multiplied by one number.
+    """The derivative of the loss by each score, before the common factor ``gain``.
 
-        softmax    exp(score - rows_i)  +  exp(score - columns_j)    of those that are given
-        sigmoid    1 / (1 + exp(-score))                             if neither is
+        softmax    exp(score - row_lse[i])  +  exp(score - column_lse[j])
+        sigmoid    1 / (1 + exp(-score))
 
-    less ``everywhere``; and ``pairs`` where row and column are a pair, one for each row: there a
-    weight is a difference of almost equal numbers, which the scores alone would not give.
+    minus ``smoothing``. SOFTMAX_ROWS has the first term only. Where row i and column j are a pair,
+    the weight is ``pair_weights[i]`` instead: a difference of almost equal numbers that the score
+    alone would not give exactly.
     """
 
-    rows: Tensor | None
-    columns: Tensor | None
-    everywhere: float
-    pairs: Tensor
-
-    @property
-    def sigmoid(self) -> bool:
-        return self.rows is None and self.columns is None
+    kind: LossKind
+    row_lse: Tensor | None
+    column_lse: Tensor | None
+    smoothing: float
+    pair_weights: Tensor
 
 
 @dataclass(slots=True)
 class Gradients:
-    """What a pass over the scores adds up; the weights count without the number before them.
+    """Accumulators of one pass, before the common factor ``gain`` (``queries`` includes it).
 
-    ``queries`` is None and ``keys`` is empty where nobody wants them; ``keys`` may come in parts,
-    one below the other. ``scale`` is the sum of weight times ``q @ k``. ``bias``, the sum of the
-    weights, and ``softplus``, that of log(1 + exp(score)) but for pairs, are for the sigmoid only.
+    ``queries`` is None and ``keys`` is empty if no gradient is needed. ``keys`` may be split along
+    dim 0 into parts. ``scale`` is the sum of weight times ``q @ k``. Only the sigmoid uses ``bias``,
+    the sum of the weights, and ``softplus``, the sum of log(1 + exp(score)) without pairs.
     """
 
     queries: Tensor | None
@@ -60,22 +60,22 @@ class Gradients:
     bias: Tensor
     softplus: Tensor
 
-    def columns(self, length: int, most: int) -> Iterator[tuple[slice, Tensor | None]]:
-        """Cut the columns so that each panel lies in one part of ``keys``; give it with its part."""
+    def column_panels(self, length: int, max_size: int) -> Iterator[tuple[slice, Tensor | None]]:
+        """Split the columns so that each panel lies in one part of ``keys``; give both."""
         if not self.keys:
-            yield from ((across, None) for across in panels(length, most))
+            yield from ((columns, None) for columns in panels(length, max_size))
         start = 0
         for part in self.keys:
-            for inside in panels(len(part), most):
+            for inside in panels(len(part), max_size):
                 yield slice(start + inside.start, start + inside.stop), part[inside]
             start += len(part)
 
 
 class Tiles:
-    """The scores ``scale * q @ k.T + bias`` of one rank's queries and a block of keys.
+    """The scores ``scale * q @ k.T + bias`` of one rank's queries and one block of keys.
 
-    Query i and key ``first_pair + i`` are a pair; ``None`` if the block has no key of a pair.
-    ``state`` is what a kind of tiles finds out in ``lse`` and wants back for the gradients.
+    Query i and key ``first_pair + i`` are a pair; None if the block contains no key of a pair.
+    ``state`` is what ``lse`` computed for the gradients of the same block, if anything.
     """
 
     def __init__(
@@ -91,46 +91,47 @@ class Tiles:
         self.q, self.k, self.scale, self.bias = q, k, scale, bias
         self.first_pair = first_pair
         self.state: Tensor | None = state
-        self.dtype = accumulator(q.dtype)
-        self.tall, self.wide = TILE if q.device.type == "cpu" else (4096, 4096)
+        self.dtype = accumulator_dtype(q.dtype)
+        self.block_m, self.block_n = CPU_TILE if q.device.type == "cpu" else DEVICE_TILE
 
-    def lse(self, *, columns: bool) -> tuple[Tensor, Tensor | None]:
-        """The log of the sum of exp(score) but for pairs, along each row and, if asked for, column."""
+    def lse(self, kind: LossKind) -> tuple[Tensor, Tensor | None]:
+        """The logsumexp of each row and, for SOFTMAX_BOTH, of each column, without pairs."""
         row_lse = self._vector(len(self.q), -torch.inf)
-        column_lse = self._vector(len(self.k), -torch.inf) if columns else None
-        for rows in panels(len(self.q), self.tall):
+        both = kind is LossKind.SOFTMAX_BOTH
+        column_lse = self._vector(len(self.k), -torch.inf) if both else None
+        for rows in panels(len(self.q), self.block_m):
             q = self.q[rows].to(self.dtype) * self.scale
-            for across in panels(len(self.k), self.wide):
-                scores = self._scores(q, self.k[across].to(self.dtype))
-                self._diagonal(scores, rows, across).fill_(-torch.inf)
+            for columns in panels(len(self.k), self.block_n):
+                scores = self._scores(q, self.k[columns].to(self.dtype))
+                self._pairs_of(scores, rows, columns).fill_(-torch.inf)
                 row_lse[rows] = torch.logaddexp(row_lse[rows], scores.logsumexp(1))
                 if column_lse is not None:
-                    part = torch.logaddexp(column_lse[across], scores.logsumexp(0))
-                    column_lse[across] = part
+                    part = torch.logaddexp(column_lse[columns], scores.logsumexp(0))
+                    column_lse[columns] = part
         return row_lse, column_lse
 
     def softplus(self) -> Tensor:
-        """The sum of log(1 + exp(score)) but for pairs."""
+        """The sum of log(1 + exp(score)) without pairs."""
         total = self._vector(1, 0.0)[0]
-        for rows in panels(len(self.q), self.tall):
+        for rows in panels(len(self.q), self.block_m):
             q = self.q[rows].to(self.dtype) * self.scale
-            for across in panels(len(self.k), self.wide):
-                scores = self._scores(q, self.k[across].to(self.dtype))
-                self._diagonal(scores, rows, across).fill_(-torch.inf)
+            for columns in panels(len(self.k), self.block_n):
+                scores = self._scores(q, self.k[columns].to(self.dtype))
+                self._pairs_of(scores, rows, columns).fill_(-torch.inf)
                 total -= logsigmoid(scores.neg_()).sum()
         return total
 
     def add_gradients(self, weights: Weights, gain: Tensor, into: Gradients) -> None:
-        """Add what these scores give to the gradients, to ``into.queries`` times ``gain``."""
-        for rows in panels(len(self.q), self.tall):
+        """Add the contributions of these scores to the accumulators."""
+        for rows in panels(len(self.q), self.block_m):
             q = self.q[rows].to(self.dtype)
             scaled, by_query = q * self.scale, torch.zeros_like(q)
-            for across, by_key in into.columns(len(self.k), self.wide):
-                k = self.k[across].to(self.dtype)
-                weighed = self._weighed(weights, self._scores(scaled, k), rows, across, into)
-                by_query.addmm_(weighed, k)
+            for columns, by_key in into.column_panels(len(self.k), self.block_n):
+                k = self.k[columns].to(self.dtype)
+                by_score = self._weights(weights, self._scores(scaled, k), rows, columns, into)
+                by_query.addmm_(by_score, k)
                 if by_key is not None:
-                    by_key.addmm_(weighed.T, q)
+                    by_key.addmm_(by_score.T, q)
             into.scale += torch.dot(by_query.flatten(), q.flatten())
             if into.queries is not None:
                 into.queries[rows] += by_query.mul_(gain)
@@ -138,47 +139,51 @@ class Tiles:
     def _scores(self, scaled: Tensor, k: Tensor) -> Tensor:
         return scaled @ k.T if self.bias is None else torch.addmm(self.bias, scaled, k.T)
 
-    def _diagonal(self, scores: Tensor, rows: slice, across: slice) -> Tensor:
-        """Those of a tile that belong to pairs."""
+    def _pairs_of(self, tile: Tensor, rows: slice, columns: slice) -> Tensor:
+        """The elements of a tile that belong to pairs, as a view."""
         if self.first_pair is None:
-            return scores[:0, :0].diagonal()
-        return scores.diagonal(self.first_pair + rows.start - across.start)
+            return tile[:0, :0].diagonal()
+        return tile.diagonal(self.first_pair + rows.start - columns.start)
 
-    def _weighed(
-        self, weights: Weights, scores: Tensor, rows: slice, across: slice, into: Gradients
+    def _weights(
+        self, weights: Weights, scores: Tensor, rows: slice, columns: slice, into: Gradients
     ) -> Tensor:
-        if weights.sigmoid:
-            self._diagonal(scores, rows, across).fill_(-torch.inf)
+        """The weights of a tile, in the memory of its scores where that is possible."""
+        is_sigmoid = weights.kind is LossKind.SIGMOID
+        if is_sigmoid:
+            self._pairs_of(scores, rows, columns).fill_(-torch.inf)
             into.softplus -= logsigmoid(-scores).sum()
-            weighed = scores.sigmoid_()
-        elif weights.rows is None or weights.columns is None:
-            assert weights.rows is not None
-            weighed = scores.sub_(weights.rows[rows, None]).exp_()
+            tile = scores.sigmoid_()
         else:
-            weighed = (scores - weights.rows[rows, None]).exp_()
-            weighed += scores.sub_(weights.columns[across]).exp_()
-        if weights.everywhere:
-            weighed -= weights.everywhere
-        pairs = self._diagonal(weighed, rows, across)
+            assert weights.row_lse is not None
+            if weights.kind is LossKind.SOFTMAX_ROWS:
+                tile = scores.sub_(weights.row_lse[rows, None]).exp_()
+            else:
+                assert weights.column_lse is not None
+                tile = (scores - weights.row_lse[rows, None]).exp_()
+                tile += scores.sub_(weights.column_lse[columns]).exp_()
+        if weights.smoothing:
+            tile -= weights.smoothing
+        pairs = self._pairs_of(tile, rows, columns)
         if len(pairs):
             assert self.first_pair is not None
-            first = max(rows.start, across.start - self.first_pair)
-            pairs.copy_(weights.pairs[first : first + len(pairs)])
-        if weights.sigmoid:
-            into.bias += weighed.sum()
-        return weighed
+            first = max(rows.start, columns.start - self.first_pair)
+            pairs.copy_(weights.pair_weights[first : first + len(pairs)])
+        if is_sigmoid:
+            into.bias += tile.sum()
+        return tile
 
     def _vector(self, length: int, value: float) -> Tensor:
         return self.q.new_full((length,), value, dtype=self.dtype)
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """The product of each row of ``a`` with that of ``b``, summed as sums are."""
+    """The dot product of each row of ``a`` with the same row of ``b``, in the accumulator's dtype."""
     if _has_kernels(a):
-        from allgrad.losses._tiles import triton as cuda_tiles
+        from allgrad.losses._tiles.triton import row_dots as triton_row_dots
 
-        return cuda_tiles.row_dots(a, b)
-    dtype = accumulator(a.dtype)
+        return triton_row_dots(a, b)
+    dtype = accumulator_dtype(a.dtype)
     dots = a.new_empty(len(a), dtype=dtype)
     for rows in panels(len(a), 8192):
         torch.sum(a[rows].to(dtype) * b[rows].to(dtype), 1, out=dots[rows])
@@ -194,11 +199,11 @@ def tiles_for(
     first_pair: int | None,
     state: Tensor | None,
 ) -> Tiles:
-    """Tiles for these features: kernels of their own for 16 bits on a CUDA device."""
+    """Tiles for these features: Triton kernels for 16 bits on a CUDA device, otherwise plain torch."""
     if _has_kernels(q):
-        from allgrad.losses._tiles.triton import CudaTiles
+        from allgrad.losses._tiles.triton import TritonTiles
 
-        return CudaTiles(q, k, scale, bias=bias, first_pair=first_pair, state=state)
+        return TritonTiles(q, k, scale, bias=bias, first_pair=first_pair, state=state)
     return Tiles(q, k, scale, bias=bias, first_pair=first_pair, state=state)
 
 

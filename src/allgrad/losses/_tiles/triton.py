@@ -1,14 +1,15 @@
-"""Scores of 16-bit features on a CUDA device: Triton for the tiles, cuBLAS for the gradients.
+"""Tiles of scores for 16-bit features on a CUDA device: Triton for the scores, cuBLAS for the gradients.
 
-A pass takes a panel of queries at a time. Forward, a kernel reduces each tile to sums along its
-rows and columns, and another does so again, without the pairs, where a tile has some. Backward, a
-kernel writes the weights of a panel of scores in 16 bits, and two matrix products with float32 sums
-make the gradients of it.
+A pass takes one panel of queries at a time. In forward, a kernel reduces each tile to sums along
+its rows and columns; a second kernel recomputes the tiles that contain pairs, without them. In
+backward, a kernel stores the weights of a panel in 16 bits, and two matrix products with float32
+accumulators turn them into gradients.
 
-One exp serves the sums along rows and along columns: exp(score - shift), the shift the same for
-all scores. By Cauchy and Schwarz no score is above ``|scale| max|q| max|k|``, and the shift keeps
-that far from overflow. Whether some sum is so small that terms of it may have been lost is found
-out afterwards, on the device: then kernels for any range do it again, and otherwise return at once.
+One exp serves the sums along rows and along columns: exp(score - shift), with one shift for all
+scores. By the Cauchy-Schwarz inequality no score is above ``|scale| max|q| max|k|``, and the shift
+keeps this bound from overflow. Some sum may then be so small that terms underflowed. This is
+detected afterwards, on the device: the "safe" kernels then compute the sums again with the maximum
+of each row and column; otherwise they return at once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from triton.tools.tensor_descriptor import (  # type: ignore[import-not-found,un
     TensorDescriptor,
 )
 
-from allgrad.losses._tiles import kernels as score_kernels
+from allgrad.losses._kind import LossKind
+from allgrad.losses._tiles import kernels
 from allgrad.losses._tiles.accumulators import panels
 from allgrad.losses._tiles.torch import Tiles
 
@@ -32,51 +34,52 @@ if TYPE_CHECKING:
 
     from allgrad.losses._tiles.torch import Gradients, Weights
 
-__all__ = ["CudaTiles", "row_dots"]
+__all__ = ["TritonTiles", "row_dots"]
 
 _LOG2E = 1.4426950408889634
-# exp of these and of sums of 2^20 such terms are floats; below the floor terms may have been lost.
-_HIGHEST, _FLOOR = 70.0, -60.0
+# exp(70) and a sum of 2^20 such terms are finite in float32. In a sum below exp(-60), terms may
+# have underflowed.
+_MAX_EXPONENT, _MIN_LOG_SUM = 70.0, -60.0
+
+_COMBINE_BLOCK = 1024  # elements of one program of combine_logs
+_SAFE_PROGRAMS = 512  # programs of the kernels that are rarely needed
+# Columns of a panel of weights, by the number of elements in the keys. Matrix products of wide panels
+# are faster, but beside small keys a wide panel would be most of the memory, and beside the gradients
+# of large keys there is no memory left for it. 12,672 columns are three tiles of a matrix product for
+# each of an H200's 132 multiprocessors.
+_PANEL_COLUMNS = {2**25 - 1: 16384, 2**26: 32768}
+_PANEL_COLUMNS_LARGE = 12672
+_ROW_BLOCKS = {"BLOCK_M": 8, "BLOCK_K": 256}  # of the kernels that read whole rows
 
 
-_SMALL = 1024  # columns of one program that joins logs
-_FEW = 512  # programs of a kernel that seldom has anything to do
-# Products of wide panels are faster. Beside small keys they would take most of the memory, and beside
-# the gradients of large ones it would be missed; 12,672 are three tiles of a product for each of an
-# H200's 132 processors.
-_WIDTHS = {2**25 - 1: 16384, 2**26: 32768}  # up to so many elements of keys
-_NARROW = 12672
-_ROWS = {"TALL": 8, "DEEP": 256}  # of a program that goes along rows, and how much of them at once
+class TileConfig(NamedTuple):
+    """Block sizes of a kernel's tile, and the warps and pipeline stages of a program."""
 
-
-class Shape(NamedTuple):
-    """How a kernel cuts: rows, columns and depth of a tile, and what a program of it runs on."""
-
-    tall: int
-    wide: int
-    deep: int
-    warps: int
-    stages: int
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
 
     def grid(self, rows: int, columns: int) -> tuple[int]:
-        return (triton.cdiv(rows, self.tall) * triton.cdiv(columns, self.wide),)
+        return (triton.cdiv(rows, self.block_m) * triton.cdiv(columns, self.block_n),)
 
     def options(self) -> dict[str, int]:
         return {
-            "TALL": self.tall,
-            "WIDE": self.wide,
-            "DEEP": self.deep,
-            "num_warps": self.warps,
-            "num_stages": self.stages,
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
         }
 
 
-class CudaTiles(Tiles):
-    """The same as ``Tiles``. ``state`` are the facts that kernels read."""
+class TritonTiles(Tiles):
+    """``Tiles`` with Triton kernels. ``state`` holds the ``scalars`` that the kernels read."""
 
     panel, sums_panel = 8192, 16384
-    sums_shape = Shape(128, 128, 64, 4, 2)
-    softmax_shape = sigmoid_shape = Shape(128, 128, 64, 4, 3)
+    sums_config = TileConfig(128, 128, 64, 4, 2)
+    softmax_config = sigmoid_config = TileConfig(128, 128, 64, 4, 3)
 
     def __init__(
         self,
@@ -90,227 +93,247 @@ class CudaTiles(Tiles):
     ) -> None:
         super().__init__(q, k, scale, bias=bias, first_pair=first_pair)
         self.aligned_q, self.aligned_k = _aligned(q), _aligned(k)
-        self.facts = self._facts() if state is None else state
-        self.state = self.facts
-        # Weights are at most 2; lifted, the small ones of float16 keep their bits.
-        self.lift = 2.0**14 if q.dtype == torch.float16 else 1.0
+        self.scalars = self._write_scalars() if state is None else state
+        self.state = self.scalars
+        # Weights are at most 2. Stored times 2^14, small ones keep their digits in float16.
+        self.store_scale = 2.0**14 if q.dtype == torch.float16 else 1.0
 
-    def _facts(self) -> Tensor:
-        """Numbers for the kernels: scale, shift and bias to base 2, and no failure yet."""
-        longest_q, longest_k = _longest(self.q), _longest(self.k)
-        facts = self.scale.new_empty(4)
-        score_kernels.find_facts[(1,)](
-            longest_q,
-            longest_k,
-            len(longest_q),
-            len(longest_k),
+    def _write_scalars(self) -> Tensor:
+        """Scale, shift and bias to base 2, and the flag of a failed shift, unset."""
+        norms_q, norms_k = _max_norms(self.q), _max_norms(self.k)
+        scalars = self.scale.new_empty(4)
+        kernels.write_scalars[(1,)](
+            norms_q,
+            norms_k,
+            len(norms_q),
+            len(norms_k),
             self.scale,
             self.scale if self.bias is None else self.bias,
-            facts,
-            _HIGHEST,
-            BIASED=self.bias is not None,
-            SMALL=_SMALL,
+            scalars,
+            _MAX_EXPONENT,
+            HAS_BIAS=self.bias is not None,
+            BLOCK=_COMBINE_BLOCK,
         )
-        return facts
+        return scalars
 
-    def lse(self, *, columns: bool) -> tuple[Tensor, Tensor | None]:
-        """The log of the sum of exp(score) but for pairs, along each row and, if asked for, column."""
+    def lse(self, kind: LossKind) -> tuple[Tensor, Tensor | None]:
+        """The logsumexp of each row and, for SOFTMAX_BOTH, of each column, without pairs."""
+        both = kind is LossKind.SOFTMAX_BOTH
         row_sums, column_sums = self._vector(len(self.q), 0.0), self._vector(len(self.k), 0.0)
         if not len(self.q) or not len(self.k):
-            return row_sums.log(), column_sums.log() if columns else None
+            return row_sums.log(), column_sums.log() if both else None
         for rows in panels(len(self.q), self.sums_panel):
-            by_row, by_column = self._launch_sums(score_kernels.sums_tile, rows, columns)
-            torch.sum(by_row, 0, out=row_sums[rows])
-            if columns:
-                column_sums += by_column.sum(0)
-        lowest = torch.minimum(row_sums.min(), column_sums.min()) if columns else row_sums.min()
-        failed = ~(lowest >= math.exp(_FLOOR))
-        self.facts[3] = failed
-        row_logs, column_logs = self._logs_of_any_range(columns)
-        shift = self.facts[1]
+            row_parts, column_parts = self._launch_sums(kernels.sums_tile, rows, both)
+            torch.sum(row_parts, 0, out=row_sums[rows])
+            if both:
+                column_sums += column_parts.sum(0)
+        lowest = torch.minimum(row_sums.min(), column_sums.min()) if both else row_sums.min()
+        failed = ~(lowest >= math.exp(_MIN_LOG_SUM))
+        self.scalars[3] = failed
+        row_logs, column_logs = self._safe_logs(both)
+        shift = self.scalars[1]
         row_lse = torch.where(failed, row_logs, row_sums.log2_() + shift) / _LOG2E
-        if not columns:
+        if not both:
             return row_lse, None
         return row_lse, torch.where(failed, column_logs, column_sums.log2_() + shift) / _LOG2E
 
-    def _logs_of_any_range(self, columns: bool) -> tuple[Tensor, Tensor]:
-        """The same to base 2, if the sums failed; otherwise nobody computes or reads anything."""
+    def _safe_logs(self, both: bool) -> tuple[Tensor, Tensor]:
+        """The logsumexp to base 2 if the shift failed; otherwise undefined, and not computed."""
         low = -torch.inf
         row_logs, column_logs = self._vector(len(self.q), low), self._vector(len(self.k), low)
         for rows in panels(len(self.q), self.sums_panel):
-            kernel = score_kernels.sums_tile_of_any_range
-            by_row, by_column = self._launch_sums(kernel, rows, columns, most=_FEW)
-            for parts, logs in ((by_row, row_logs[rows]), (by_column, column_logs)):
-                grid = (triton.cdiv(len(logs), _SMALL),)
-                score_kernels.join_logs[grid](
-                    parts, logs, self.facts, parts.shape[0], len(logs), SMALL=_SMALL
+            kernel = kernels.safe_sums_tile
+            row_parts, column_parts = self._launch_sums(
+                kernel, rows, both, max_programs=_SAFE_PROGRAMS
+            )
+            for parts, logs in ((row_parts, row_logs[rows]), (column_parts, column_logs)):
+                grid = (triton.cdiv(len(logs), _COMBINE_BLOCK),)
+                kernels.combine_logs[grid](
+                    parts, logs, self.scalars, parts.shape[0], len(logs), BLOCK=_COMBINE_BLOCK
                 )
         return row_logs, column_logs
 
     def _launch_sums(
-        self, kernel: Any, rows: slice, columns: bool, *, most: int | None = None
+        self, kernel: Any, rows: slice, both: bool, *, max_programs: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Reduce the tiles of a panel, in at most so many programs: a part for each tile in line."""
-        shape, q, k = self.sums_shape, self.aligned_q[rows], self.aligned_k
-        by_row = self.scale.new_empty(triton.cdiv(len(k), shape.wide), len(q))
-        by_column = by_row.new_empty(triton.cdiv(len(q), shape.tall) if columns else 0, len(k))
-        given = (
-            TensorDescriptor.from_tensor(q, [shape.tall, shape.deep]),
-            TensorDescriptor.from_tensor(k, [shape.wide, shape.deep]),
-            self.facts,
-            by_row,
-            by_column,
+        """Reduce the tiles of a panel: for each row one part per tile, and for each column."""
+        config, q, k = self.sums_config, self.aligned_q[rows], self.aligned_k
+        row_parts = self.scale.new_empty(triton.cdiv(len(k), config.block_n), len(q))
+        column_parts = row_parts.new_empty(
+            triton.cdiv(len(q), config.block_m) if both else 0, len(k)
+        )
+        args = (
+            TensorDescriptor.from_tensor(q, [config.block_m, config.block_k]),
+            TensorDescriptor.from_tensor(k, [config.block_n, config.block_k]),
+            self.scalars,
+            row_parts,
+            column_parts,
             len(q),
             len(k),
             q.shape[1],
             self._first_pair(rows, slice(0, len(k))),
         )
-        (tiles,) = shape.grid(len(q), len(k))
-        programs = tiles if most is None else min(tiles, most)
-        kernel[(programs,)](*given, COLUMNS=columns, **shape.options())
-        if kernel is score_kernels.sums_tile and self.first_pair is not None:
-            crossed = triton.cdiv(shape.tall, shape.wide) + 1
-            score_kernels.sums_tile_of_pairs[(triton.cdiv(len(q), shape.tall) * crossed,)](
-                *given, COLUMNS=columns, CROSSED=crossed, **shape.options()
+        (tiles,) = config.grid(len(q), len(k))
+        programs = tiles if max_programs is None else min(tiles, max_programs)
+        kernel[(programs,)](*args, HAS_COLUMNS=both, **config.options())
+        if kernel is kernels.sums_tile and self.first_pair is not None:
+            pair_tiles = triton.cdiv(config.block_m, config.block_n) + 1
+            kernels.sums_pair_tile[(triton.cdiv(len(q), config.block_m) * pair_tiles,)](
+                *args, HAS_COLUMNS=both, PAIR_TILES=pair_tiles, **config.options()
             )
-        return by_row, by_column
+        return row_parts, column_parts
 
     def softplus(self) -> Tensor:
-        """The sum of log(1 + exp(score)) but for pairs."""
+        """The sum of log(1 + exp(score)) without pairs."""
         total = self._vector(1, 0.0)[0]
         for rows in panels(len(self.q), self.panel):
-            for across in panels(len(self.k), self.panel):
-                total += self._launch_sigmoid(rows, across, None, None)[0]
+            for columns in panels(len(self.k), self.panel):
+                total += self._launch_sigmoid(rows, columns, None, None)[0]
         return total
 
     def add_gradients(self, weights: Weights, gain: Tensor, into: Gradients) -> None:
-        """Add what these scores give to the gradients, to ``into.queries`` times ``gain``."""
-        tall = min(self.panel, len(self.q))
-        wide = next((w for most, w in _WIDTHS.items() if self.k.numel() <= most), _NARROW)
-        memory = self.q.new_empty(tall, min(wide, _up(len(self.k))))
-        sums = self.scale.new_empty(tall, self.q.shape[1])
-        logs = [None if x is None else x * _LOG2E for x in (weights.rows, weights.columns)]
+        """Add the contributions of these scores to the accumulators."""
+        max_rows = min(self.panel, len(self.q))
+        max_columns = next(
+            (columns for size, columns in _PANEL_COLUMNS.items() if self.k.numel() <= size),
+            _PANEL_COLUMNS_LARGE,
+        )
+        memory = self.q.new_empty(max_rows, min(max_columns, _multiple_of_8(len(self.k))))
+        sums = self.scale.new_empty(max_rows, self.q.shape[1])
+        logs = [None if x is None else x * _LOG2E for x in (weights.row_lse, weights.column_lse)]
         for rows in panels(len(self.q), self.panel):
             q = self.q[rows]
             by_query = sums[: len(q)].zero_()
-            for across, by_key in into.columns(len(self.k), wide):
-                k = self.k[across]
-                weighed = memory[: len(q), : len(k)]
-                if weights.sigmoid:
-                    softplus, total = self._launch_sigmoid(rows, across, weights.pairs, weighed)
+            for columns, by_key in into.column_panels(len(self.k), max_columns):
+                k = self.k[columns]
+                by_score = memory[: len(q), : len(k)]
+                if weights.kind is LossKind.SIGMOID:
+                    softplus, total = self._launch_sigmoid(
+                        rows, columns, weights.pair_weights, by_score
+                    )
                     into.softplus += softplus
                     into.bias += total
                 else:
-                    self._launch_softmax(weights, logs, rows, across, weighed)
-                _add_product(by_query, weighed, k, self.lift)
+                    self._launch_softmax(weights, logs, rows, columns, by_score)
+                _add_product(by_query, by_score, k, self.store_scale)
                 if by_key is not None:
-                    _add_product(by_key, weighed.T, q, self.lift)
+                    _add_product(by_key, by_score.T, q, self.store_scale)
             if into.queries is None:
                 into.scale += row_dots(by_query, q).sum()
             else:
                 into.scale += _add_rows(by_query, q, gain, into.queries[rows]).sum()
 
     def _launch_softmax(
-        self, w: Weights, logs: list[Tensor | None], rows: slice, across: slice, weighed: Tensor
+        self,
+        weights: Weights,
+        logs: list[Tensor | None],
+        rows: slice,
+        columns: slice,
+        by_score: Tensor,
     ) -> None:
-        by_row, by_column = logs
-        assert by_row is not None
-        shape, q, k = self.softmax_shape, self.aligned_q[rows], self.aligned_k[across]
-        given = (
-            TensorDescriptor.from_tensor(q, [shape.tall, shape.deep]),
-            TensorDescriptor.from_tensor(k, [shape.wide, shape.deep]),
-            self.facts,
-            by_row[rows],
-            by_row if by_column is None else by_column[across],
-            TensorDescriptor.from_tensor(weighed, [shape.tall, shape.wide]),
+        """Store the weights of a panel; ``logs`` are ``row_lse`` and ``column_lse`` to base 2."""
+        row_logs, column_logs = logs
+        assert row_logs is not None
+        config, q, k = self.softmax_config, self.aligned_q[rows], self.aligned_k[columns]
+        args = (
+            TensorDescriptor.from_tensor(q, [config.block_m, config.block_k]),
+            TensorDescriptor.from_tensor(k, [config.block_n, config.block_k]),
+            self.scalars,
+            row_logs[rows],
+            row_logs if column_logs is None else column_logs[columns],
+            TensorDescriptor.from_tensor(by_score, [config.block_m, config.block_n]),
             len(q),
             len(k),
             q.shape[1],
-            w.everywhere,
+            weights.smoothing,
         )
-        options = {"SMOOTHED": w.everywhere != 0, "LIFT": self.lift, **shape.options()}
-        columns, (tiles,) = by_column is not None, shape.grid(len(q), len(k))
-        score_kernels.softmax_tile[(tiles,)](*given, COLUMNS=columns, **options)
-        if columns:
-            score_kernels.softmax_tile_of_any_range[(min(tiles, _FEW),)](*given, **options)
-        first = self._first_pair(rows, across)
+        options = {
+            "HAS_SMOOTHING": weights.smoothing != 0,
+            "STORE_SCALE": self.store_scale,
+            **config.options(),
+        }
+        both, (tiles,) = weights.kind is LossKind.SOFTMAX_BOTH, config.grid(len(q), len(k))
+        kernels.softmax_tile[(tiles,)](*args, HAS_COLUMNS=both, **options)
+        if both:
+            kernels.safe_softmax_tile[(min(tiles, _SAFE_PROGRAMS),)](*args, **options)
+        first = self._first_pair(rows, columns)
         if -len(q) < first < len(k):
-            pairs, start = weighed.diagonal(first), rows.start + max(0, -first)
-            pairs.copy_(w.pairs[start : start + len(pairs)] * self.lift)
+            pairs, start = by_score.diagonal(first), rows.start + max(0, -first)
+            pairs.copy_(weights.pair_weights[start : start + len(pairs)] * self.store_scale)
 
     def _launch_sigmoid(
-        self, rows: slice, across: slice, pairs: Tensor | None, weighed: Tensor | None
+        self, rows: slice, columns: slice, pair_weights: Tensor | None, by_score: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The sum of log(1 + exp(score)) but for pairs and, if asked for, of the weights it writes."""
-        shape, q, k = self.sigmoid_shape, self.aligned_q[rows], self.aligned_k[across]
-        grid = shape.grid(len(q), len(k))
+        """The sum of log(1 + exp(score)) without pairs; with ``by_score``, store the weights and sum them."""
+        config, q, k = self.sigmoid_config, self.aligned_q[rows], self.aligned_k[columns]
+        grid = config.grid(len(q), len(k))
         sums = self.scale.new_zeros(2, *grid)
-        score_kernels.sigmoid_tile[grid](
-            TensorDescriptor.from_tensor(q, [shape.tall, shape.deep]),
-            TensorDescriptor.from_tensor(k, [shape.wide, shape.deep]),
-            self.facts,
-            sums if pairs is None else pairs[rows],
+        kernels.sigmoid_tile[grid](
+            TensorDescriptor.from_tensor(q, [config.block_m, config.block_k]),
+            TensorDescriptor.from_tensor(k, [config.block_n, config.block_k]),
+            self.scalars,
+            sums if pair_weights is None else pair_weights[rows],
             sums[0],
             sums[1],
             sums
-            if weighed is None
-            else TensorDescriptor.from_tensor(weighed, [shape.tall, shape.wide]),
+            if by_score is None
+            else TensorDescriptor.from_tensor(by_score, [config.block_m, config.block_n]),
             len(q),
             len(k),
             q.shape[1],
-            self._first_pair(rows, across),
-            STORE=weighed is not None,
-            LIFT=self.lift,
-            **shape.options(),
+            self._first_pair(rows, columns),
+            STORE_WEIGHTS=by_score is not None,
+            STORE_SCALE=self.store_scale,
+            **config.options(),
         )
         softplus, total = sums.sum(1).unbind()
         return softplus / _LOG2E, total
 
-    def _first_pair(self, rows: slice, across: slice) -> int:
-        """Where the panel's row 0 has its pair among the panel's columns; far off if nowhere."""
+    def _first_pair(self, rows: slice, columns: slice) -> int:
+        """The panel's column that is a pair with its row 0; far outside if the block has no pairs."""
         return (
-            -(1 << 30) if self.first_pair is None else self.first_pair + rows.start - across.start
+            -(1 << 30) if self.first_pair is None else self.first_pair + rows.start - columns.start
         )
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """The product of each row of ``a`` with that of ``b``, in float32."""
-    a, b = _dense_rows(a), _dense_rows(b)
+    """The dot product of each row of ``a`` with the same row of ``b``, in float32."""
+    a, b = _contiguous_rows(a), _contiguous_rows(b)
     dots = a.new_empty(len(a), dtype=torch.float32)
     if len(a):
-        given = a, b, dots, *a.shape, a.stride(0), b.stride(0)
-        score_kernels.row_dots[_row_grid(a)](*given, **_ROWS)
+        args = a, b, dots, *a.shape, a.stride(0), b.stride(0)
+        kernels.row_dots[_row_grid(a)](*args, **_ROW_BLOCKS)
     return dots
 
 
 def _add_rows(a: Tensor, b: Tensor, gain: Tensor, into: Tensor) -> Tensor:
-    """The same, and ``a`` times ``gain`` is added to ``into``, all in one pass over the memory."""
-    b = _dense_rows(b)
+    """``row_dots`` of a and b; add ``a * gain`` to ``into`` in the same pass over the memory."""
+    b = _contiguous_rows(b)
     dots = a.new_empty(len(a))
-    given = a, b, gain, into, dots, *a.shape, a.stride(0), b.stride(0), into.stride(0)
-    score_kernels.add_rows[_row_grid(a)](*given, **_ROWS)
+    args = a, b, gain, into, dots, *a.shape, a.stride(0), b.stride(0), into.stride(0)
+    kernels.add_rows[_row_grid(a)](*args, **_ROW_BLOCKS)
     return dots
 
 
-def _longest(x: Tensor) -> Tensor:
-    """The largest norms of some rows each."""
-    x = _dense_rows(x)
-    longest = x.new_empty(*_row_grid(x), dtype=torch.float32)
+def _max_norms(x: Tensor) -> Tensor:
+    """The largest norm in each block of rows."""
+    x = _contiguous_rows(x)
+    norms = x.new_empty(*_row_grid(x), dtype=torch.float32)
     if len(x):
-        score_kernels.find_longest[_row_grid(x)](x, longest, *x.shape, x.stride(0), **_ROWS)
-    return longest
+        kernels.max_norms[_row_grid(x)](x, norms, *x.shape, x.stride(0), **_ROW_BLOCKS)
+    return norms
 
 
-def _dense_rows(x: Tensor) -> Tensor:
+def _contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _row_grid(x: Tensor) -> tuple[int]:
-    return (triton.cdiv(len(x), _ROWS["TALL"]),)
+    return (triton.cdiv(len(x), _ROW_BLOCKS["BLOCK_M"]),)
 
 
-def _up(count: int) -> int:
-    """The next multiple of 8: the copy engine wants rows that start at 16 bytes."""
+def _multiple_of_8(count: int) -> int:
+    """Round up to a multiple of 8: a tensor descriptor needs rows aligned to 16 bytes."""
     return -(-count // 8) * 8
 
 
@@ -323,5 +346,5 @@ def _aligned(x: Tensor) -> Tensor:
     )
 
 
-def _add_product(into: Tensor, a: Tensor, b: Tensor, lift: float) -> None:
-    torch.addmm(into, a, b, out_dtype=torch.float32, alpha=1 / lift, out=into)
+def _add_product(into: Tensor, a: Tensor, b: Tensor, store_scale: float) -> None:
+    torch.addmm(into, a, b, out_dtype=torch.float32, alpha=1 / store_scale, out=into)

@@ -1,7 +1,7 @@
-"""Functions, arguments and results on their way between the caller and the ranks.
+"""Serialization of functions, arguments and results between the caller and the ranks.
 
-``cloudpickle`` comes with ``allgrad[testing]`` and is imported when first used: pytest loads this
-package through its plugin, also where nobody asks for ranks.
+``cloudpickle`` is part of ``allgrad[testing]`` and is imported when first used: pytest loads this
+package through its plugin even if no test uses ranks.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import ModuleType
 
-__all__ = ["CannotShip", "by_value", "load", "ship"]
+__all__ = ["CannotShip", "by_value", "deserialize", "serialize"]
 
 
 class CannotShip(AllgradError):
-    """Something that cannot travel to the ranks, or back from them."""
+    """Something cannot be pickled, to be sent to the ranks or back from them."""
 
 
-def ship(value: object, what: str, *, detach: bool = False) -> bytes:
-    """Pack ``value``, functions of ``__main__``, lambdas and closures included.
+def serialize(value: object, what: str, *, detach: bool = False) -> bytes:
+    """Pickle ``value``, including functions of ``__main__``, lambdas and closures.
 
-    With ``detach``, computed tensors leave their graphs behind; a leaf keeps asking for its gradient.
+    With ``detach``, computed tensors lose their autograd graph; a leaf still requires grad.
     """
     file = io.BytesIO()
     pickler = _picklers()[detach](file)
@@ -41,17 +41,17 @@ def ship(value: object, what: str, *, detach: bool = False) -> bytes:
     return file.getvalue()
 
 
-def load(packed: bytes, what: str) -> Any:
-    """Unpack what ``ship`` packed."""
+def deserialize(pickled: bytes, what: str) -> Any:
+    """Undo :func:`serialize`."""
     try:
-        return pickle.loads(packed)  # noqa: S301 - from a process this one started, or was started by
+        return pickle.loads(pickled)  # noqa: S301 - from a process this one started, or was started by
     except Exception as error:
         raise CannotShip(f"{what} cannot be unpickled: {error}") from error
 
 
 @contextmanager
 def by_value(modules: Iterable[ModuleType]) -> Iterator[None]:
-    """Ship what these modules define as it is here, for ranks that cannot import it by name."""
+    """Pickle the functions of these modules by value, for ranks that cannot import them."""
     cloudpickle = _cloudpickle()
     already = cloudpickle.list_registry_pickle_by_value()
     new = [module for module in modules if module.__name__ not in already]

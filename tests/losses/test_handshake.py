@@ -1,18 +1,18 @@
-"""One rank's mistake raises on every rank, with the same table, and the group goes on."""
+"""A mistake of one rank raises on every rank, with the same table; the group stays usable."""
 
 import pytest
 import torch
 
 import allgrad as ag
 from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError
-from allgrad.losses import clip_loss, info_nce, siglip_loss
+from allgrad.losses import clip_loss, info_nce_loss, siglip_loss
 
 GOOD = torch.ones(2, 4)
 
-# What the odd rank gives instead of image, text and scale; what is raised; what the message says.
+# What rank 1 passes instead of image, text and scale; the error; part of its message.
 MISTAKES = {
-    "other width": ((GOOD, torch.ones(2, 5), 1.0), PieceMismatch, "one width"),
-    "both of other width": ((torch.ones(2, 5),) * 2 + (1.0,), PieceMismatch, "one width"),
+    "other width": ((GOOD, torch.ones(2, 5), 1.0), PieceMismatch, "the same width"),
+    "both of other width": ((torch.ones(2, 5),) * 2 + (1.0,), PieceMismatch, "the same width"),
     "counts differ": ((GOOD, torch.ones(3, 4), 1.0), PieceMismatch, "2 and 3"),
     "nan": ((GOOD, GOOD, float("nan")), InputError, "scale is nan"),
     "infinite": ((GOOD, GOOD, torch.tensor(float("inf"))), InputError, "scale is inf"),
@@ -23,16 +23,16 @@ MISTAKES = {
     "list": ((GOOD.tolist(), GOOD, 1.0), TensorError, "image is not floating-point"),
     "vector": ((GOOD[0], GOOD, 1.0), TensorError, "image has 1 dimensions"),
     "six dims": ((GOOD, torch.ones(1, 1, 1, 1, 2, 4), 1.0), TensorError, "text has 6 dimensions"),
-    "other dtype": ((GOOD.double(), GOOD.double(), 1.0), PieceMismatch, "one dtype"),
+    "other dtype": ((GOOD.double(), GOOD.double(), 1.0), PieceMismatch, "the same dtype"),
     "mixed dtypes": ((GOOD, GOOD.half(), 1.0), PieceMismatch, "another dtype of text"),
 }
 
 
 @pytest.mark.ranks(3)
 def test_mistake_of_one_rank_raises_on_all(rank, world):
-    for loss in (clip_loss, siglip_loss, info_nce):
+    for loss in (clip_loss, siglip_loss, info_nce_loss):
         for mistake, kind, says in MISTAKES.values():
-            if loss is info_nce:
+            if loss is info_nce_loss:
                 text = says.replace("image", "query").replace("text", "key")
             else:
                 text = says
@@ -45,22 +45,32 @@ def test_mistake_of_one_rank_raises_on_all(rank, world):
     assert ag.all_reduce(torch.ones(1)).item() == world
 
 
-# The same for what only one of the losses takes.
+# The same for arguments that only one of the losses has.
 MORE_MISTAKES = {
     "nan bias": (siglip_loss, float("nan"), InputError, "bias is nan"),
     "infinite bias": (siglip_loss, torch.tensor(float("-inf")), InputError, "bias is -inf"),
     "bias of two": (siglip_loss, torch.zeros(2), InputError, r"bias has shape \(2,\)"),
     "integer bias": (siglip_loss, torch.tensor(1), InputError, "bias is not a floating-point"),
-    "wide negatives": (info_nce, torch.ones(3, 5), PieceMismatch, "width of hard_negatives"),
-    "integer negatives": (info_nce, torch.ones(3, 4).long(), TensorError, "hard_negatives is not"),
-    "negatives in 4 dims": (info_nce, torch.ones(1, 1, 3, 4), TensorError, "has 4 dimensions"),
-    "double negatives": (info_nce, torch.ones(3, 4).double(), PieceMismatch, "of hard_negatives"),
+    "wide negatives": (info_nce_loss, torch.ones(3, 5), PieceMismatch, "width of hard_negatives"),
+    "integer negatives": (
+        info_nce_loss,
+        torch.ones(3, 4).long(),
+        TensorError,
+        "hard_negatives is not",
+    ),
+    "negatives in 4 dims": (info_nce_loss, torch.ones(1, 1, 3, 4), TensorError, "has 4 dimensions"),
+    "double negatives": (
+        info_nce_loss,
+        torch.ones(3, 4).double(),
+        PieceMismatch,
+        "of hard_negatives",
+    ),
 }
 
 
 @pytest.mark.ranks(3)
 def test_mistake_in_a_bias_or_in_negatives_raises_on_all(rank, world):
-    good = {siglip_loss: 0.5, info_nce: torch.ones(3, 4)}
+    good = {siglip_loss: 0.5, info_nce_loss: torch.ones(3, 4)}
     for loss, mistake, kind, says in MORE_MISTAKES.values():
         with pytest.raises(kind, match=says) as raised:
             loss(GOOD, GOOD, 1.0, mistake if rank == 2 else good[loss])
@@ -71,17 +81,31 @@ def test_mistake_in_a_bias_or_in_negatives_raises_on_all(rank, world):
 
 @pytest.mark.ranks(3)
 def test_options_must_agree(rank, world):
-    for options in ({"grads": "sum"}, {"label_smoothing": 0.1}, {"ring": True}, {"budget": 1}):
-        with pytest.raises(InputError, match="asks for another"):
+    for options in (
+        {"grad_reduction": "sum"},
+        {"label_smoothing": 0.1},
+        {"ring": True},
+        {"budget": 1},
+    ):
+        with pytest.raises(InputError, match="<- other options"):
             clip_loss(GOOD, GOOD, 1.0, **(options if rank == 2 else {}))
 
 
 @pytest.mark.ranks(3)
-def test_options_that_nobody_knows(rank, world):
-    with pytest.raises(InputError, match="no grads='avg'"):
-        clip_loss(GOOD, GOOD, 1.0, grads="avg")
+def test_different_losses_raise_on_all(rank, world):
+    """Messages have one length for all losses, so that the ranks can compare them."""
+    with pytest.raises(InputError, match=r"rank 2: .*<- another loss") as raised:
+        (siglip_loss if rank == 2 else clip_loss)(GOOD, GOOD, 1.0)
+    assert str(raised.value).count("<-") == 1
+    assert ag.all_reduce(torch.ones(1)).item() == world
+
+
+@pytest.mark.ranks(3)
+def test_unknown_options(rank, world):
+    with pytest.raises(InputError, match="no grad_reduction='avg'"):
+        clip_loss(GOOD, GOOD, 1.0, grad_reduction="avg")
     with pytest.raises(InputError, match="label_smoothing=2"):
-        info_nce(GOOD, GOOD, 1.0, label_smoothing=2)
+        info_nce_loss(GOOD, GOOD, 1.0, label_smoothing=2)
 
 
 @pytest.mark.ranks(2)
@@ -103,10 +127,10 @@ def test_sizes_that_do_not_fit(rank, world):
             clip_loss(GOOD, GOOD, 1.0, sizes=bad)
 
 
-def test_alone_the_mistake_is_told_as_well():
-    with pytest.raises(PieceMismatch, match="come in pairs"):
+def test_mistake_of_a_single_process_raises():
+    with pytest.raises(PieceMismatch, match="the same number of rows"):
         clip_loss(GOOD, GOOD[:1], 1.0)
-    with pytest.raises(PieceMismatch, match="one width"):
-        info_nce(GOOD, GOOD, 1.0, torch.ones(3, 5))
+    with pytest.raises(PieceMismatch, match="the same width"):
+        info_nce_loss(GOOD, GOOD, 1.0, torch.ones(3, 5))
     with pytest.raises(InputError, match="bias is nan"):
         siglip_loss(GOOD, GOOD, 1.0, float("nan"))

@@ -16,8 +16,8 @@ X = torch.ones(4, 2)
     ("call", "error", "words"),
     [
         (lambda: devices.broadcast(X, []), InputError, "devices is empty"),
-        (lambda: devices.broadcast(X, "cpu"), InputError, "devices is one str"),
-        (lambda: devices.scatter(X, 2), InputError, "devices is one int"),
+        (lambda: devices.broadcast(X, "cpu"), InputError, "devices is a single str"),
+        (lambda: devices.scatter(X, 2), InputError, "devices is a single int"),
         (lambda: devices.scatter(X, ["nowhere"]), InputError, "'nowhere' is not a device"),
         (lambda: devices.scatter(X, [-1]), InputError, "-1 is not a device"),
         (lambda: devices.scatter(X, [None]), InputError, "None is not a device"),
@@ -27,7 +27,7 @@ X = torch.ones(4, 2)
         (lambda: devices.broadcast(3, CPUS), TensorError, "no tensor was given"),
         (lambda: devices.scatter([X], CPUS), TensorError, "x is list, not a tensor"),
         (lambda: devices.gather([X, 2], "cpu"), TensorError, r"xs\[1\] is int, not a tensor"),
-        (lambda: devices.gather(X, "cpu"), InputError, "xs is one Tensor"),
+        (lambda: devices.gather(X, "cpu"), InputError, "xs is a single Tensor"),
         (lambda: devices.gather([], "cpu"), InputError, "xs is empty"),
         (lambda: devices.reduce_add([], "cpu"), InputError, "groups is empty"),
         (lambda: devices.scatter(X.to_sparse(), CPUS), TensorError, "x is sparse_coo"),
@@ -42,7 +42,7 @@ X = torch.ones(4, 2)
         (
             lambda: devices.reduce_add([X > 0, X > 0], "cpu"),
             ReductionError,
-            "a sum does not fit in bool",
+            "bool cannot hold a sum",
         ),
     ],
 )
@@ -57,7 +57,7 @@ def test_a_mistake_is_named(call, error, words):
         (
             lambda: devices.scatter(X, CPUS, sizes=(1, 2)),
             SizesError,
-            "scatter: sizes are one for each device, and add up to 4, not 3.\n"
+            "scatter: give one size for each device; they must add up to 4, not 3.\n"
             "  0: cpu, size 1\n"
             "  1: cpu, size 2\n"
             "  2: cpu, size None   <- no size\n"
@@ -66,9 +66,9 @@ def test_a_mistake_is_named(call, error, words):
         (
             lambda: devices.scatter(X, CPUS, sizes=(1, -2, 5)),
             SizesError,
-            "scatter: sizes are one for each device, and add up to 4, not 6.\n"
+            "scatter: give one size for each device; they must add up to 4, not 6.\n"
             "  0: cpu, size 1\n"
-            "  1: cpu, size -2   <- not a whole number from 0 up\n"
+            "  1: cpu, size -2   <- not a whole number >= 0\n"
             "  2: cpu, size 5\n"
             "Give 3 sizes that add up to x's length along dim 0.",
         ),
@@ -79,7 +79,7 @@ def test_a_mistake_is_named(call, error, words):
             "  0: cpu, (4, 2) float32\n"
             "  1: cpu, (4, 2) float32\n"
             "  2: cpu, (1, 3) float32   <- differs in dim 1\n"
-            "Make them alike before the call.",
+            "Give all of them one dtype and shape before the call.",
         ),
         (
             lambda: devices.gather([X, X.double(), X, torch.ones(4)], "cpu"),
@@ -89,15 +89,15 @@ def test_a_mistake_is_named(call, error, words):
             "  1: cpu, (4, 2) float64   <- not float32\n"
             "  2: cpu, (4, 2) float32\n"
             "  3: cpu, (4,) float32     <- 1 dimensions, not 2\n"
-            "Make them alike before the call.",
+            "Give all of them one dtype and shape before the call.",
         ),
         (
             lambda: devices.reduce_add([[X, X], [X, X.T]], "cpu"),
             PieceMismatch,
-            "reduce_add: groups[i][1] has one shape and one dtype everywhere.\n"
+            "reduce_add: groups[i][1] must have one shape and one dtype in all groups.\n"
             "  0: cpu, (4, 2) float32\n"
             "  1: cpu, (2, 4) float32   <- differs in dim 0, 1\n"
-            "Make them alike before the call.",
+            "Give all of them one dtype and shape before the call.",
         ),
     ],
 )
@@ -107,6 +107,8 @@ def test_a_mismatch_shows_what_each_device_had(call, error, message):
     assert str(caught.value) == message
 
 
-def test_groups_of_other_forms_are_named():
-    with pytest.raises(PieceMismatch, match=r"(?s)all groups are built alike.*1: .*<- differs"):
+def test_groups_of_different_structures_are_named():
+    with pytest.raises(
+        PieceMismatch, match=r"(?s)all groups must have the same structure.*1: .*<- differs"
+    ):
         devices.reduce_add([[X, X], [X]], "cpu")

@@ -1,4 +1,4 @@
-"""Between the host and CUDA: packing, streams, and the names of devices."""
+"""Copies between the host and CUDA: buckets, streams, and the names of devices."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from allgrad import devices
-from allgrad.devices import _pairs as device_pairs
+from allgrad.devices import _copies
 from allgrad.errors import InputError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def test_many_small_tensors_travel_together_between_host_and_device():
+def test_many_small_tensors_are_copied_together_between_host_and_device():
     xs = [torch.randn(i % 7, 3, dtype=torch.float64, requires_grad=True) for i in range(500)]
     xs += [torch.arange(i) for i in range(50)] + [torch.randn(100_000)]
-    places = ["cuda:0", "cpu", "cuda:0"]
-    devices.broadcast(xs, places)
+    targets = ["cuda:0", "cpu", "cuda:0"]
+    devices.broadcast(xs, targets)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        copies = devices.broadcast(xs, places)
+        copies = devices.broadcast(xs, targets)
         torch.cuda.synchronize()
     to_device = sum(e.count for e in profile.key_averages() if "HtoD" in e.key)
     assert 0 < to_device < 30
@@ -34,7 +34,7 @@ def test_many_small_tensors_travel_together_between_host_and_device():
         torch.testing.assert_close(x.grad, 3 * i * (3 * x.detach()).cos(), rtol=1e-12, atol=1e-13)
 
 
-def test_parcels_hold_any_strides_and_dtypes():
+def test_buckets_hold_any_strides_and_dtypes():
     real = torch.randn(3, 4, dtype=torch.float64)
     xs = [real.T, real[::2], real[:, :1].expand(3, 4), real[0, 0], torch.complex(real, real).conj()]
     xs += [torch.complex(real, real).mT.conj(), real.bfloat16(), real.bfloat16() > 0, real < 0]
@@ -46,16 +46,18 @@ def test_parcels_hold_any_strides_and_dtypes():
     assert all(torch.equal(a.cpu(), b) for a, b in zip(devices.to_device(xs, 0), xs, strict=True))
 
 
-def test_a_parcel_has_a_limit(monkeypatch):
-    monkeypatch.setattr(device_pairs, "_PARCEL", 1000)
+def test_a_bucket_has_a_limit(monkeypatch):
+    monkeypatch.setattr(_copies, "_BUCKET_BYTES", 1000)
     xs = [torch.randn(n) for n in range(60)]
     (copies,) = devices.broadcast(xs, [0])
     assert all(torch.equal(a.cpu(), b) for a, b in zip(copies, xs, strict=True))
 
 
-@pytest.mark.parametrize("delay", [0, 100_000_000])  # without, waiting shows; with, reuse does
+@pytest.mark.parametrize(
+    "delay", [0, 100_000_000]
+)  # 0 shows a missing wait, the delay shows memory reused too early
 @pytest.mark.parametrize("pinned", [False, True])
-def test_the_current_stream_sees_what_came_from_the_host(pinned, delay):
+def test_the_current_stream_waits_for_copies_from_the_host(pinned, delay):
     source, zeros = torch.ones(1 << 24), torch.zeros(1 << 24)
     source, zeros = (source.pin_memory(), zeros.pin_memory()) if pinned else (source, zeros)
     for _ in range(5):
@@ -67,7 +69,7 @@ def test_the_current_stream_sees_what_came_from_the_host(pinned, delay):
 
 
 def _totals_after_release(pieces, zeros):
-    """Sums still to be computed when other copies may already have the pieces' memory."""
+    """Sums that run after the pieces are freed, when other copies may take their memory."""
     totals = [piece.sum() for piece in pieces]
     pieces.clear()
     devices.scatter(zeros, [0, 0, 0])
@@ -76,7 +78,7 @@ def _totals_after_release(pieces, zeros):
 
 def test_copies_from_pinned_memory_overlap_with_work():
     source = torch.ones(1 << 24, pin_memory=True)
-    devices.to_device(source * 2, 0).sum().item()  # so that nothing is loaded below
+    devices.to_device(source * 2, 0).sum().item()  # warm-up: loads the kernels
     torch.cuda._sleep(2_000_000_000)  # about a second of the current stream
     moved = devices.to_device(source, 0)  # waits for its copy, not for the work before it
     with torch.cuda.stream(torch.cuda.Stream()):

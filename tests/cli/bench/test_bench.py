@@ -1,4 +1,4 @@
-"""The benchmark: right answers, right figures, and a wrong answer that does not count."""
+"""The benchmark: correct results, correct figures, and a wrong result that is found."""
 
 import json
 from dataclasses import replace
@@ -8,10 +8,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from allgrad.cli.bench import baselines as ways
-from allgrad.cli.bench import command, ranks, run, show
-from allgrad.cli.bench.cases import Case, brought, cases, wanted
-from allgrad.cli.bench.ranks import Timed, Weighed
+from allgrad.cli.bench import command, measure, run, show
+from allgrad.cli.bench.baselines import Implementation, baseline_of
+from allgrad.cli.bench.cases import Case, cases, expected, inputs_and_gradients
+from allgrad.cli.bench.measure import PeakMemory, Times
 from allgrad.cli.bench.run import Measured, Spread, Summary
 from allgrad.cli.main import app
 from allgrad.errors import InputError
@@ -28,30 +28,30 @@ def name_of(case):
 
 
 @pytest.mark.parametrize("case", [*ALL, Case("all_to_all", 4, 8192)], ids=name_of)
-def test_every_way_is_checked(case):
-    by_rank = run_ranks(ranks.measure, case.world, case, 2, 1)
+def test_every_implementation_is_checked(case):
+    by_rank = run_ranks(measure.measure_time, case.world, case, 2, 1)
     for times in by_rank:
-        assert ways.base_of(case) in times
+        assert baseline_of(case) in times
         for name, timed in times.items():
             assert timed.wrong == ("gradient" if name == "pad, gather, select" else "")
             assert len(timed.forward) == len(timed.both) == 2
             assert min(timed.forward) > 0 < min(timed.both)
 
 
-def with_one_way(forward):
-    """Times a way of our own in place of allgrad's."""
-    real = ranks.ways_of
-    ranks.ways_of = lambda *_: {"allgrad": ways.Way(forward)}
+def with_one_implementation(forward):
+    """Time an implementation of the test's own instead of allgrad's."""
+    real = measure.implementations_of
+    measure.implementations_of = lambda *_: {"allgrad": Implementation(forward)}
     try:
-        return ranks.measure(Case("all_reduce", 2, 4096), 2, 1)
+        return measure.measure_time(Case("all_reduce", 2, 4096), 2, 1)
     finally:
-        ranks.ways_of = real
+        measure.implementations_of = real
 
 
-def test_a_wrong_answer_is_found():
-    own = run_ranks(with_one_way, 2, lambda xs: [x + 0 for x in xs])
+def test_a_wrong_result_is_found():
+    own = run_ranks(with_one_implementation, 2, lambda xs: [x + 0 for x in xs])
     assert [times["allgrad"].wrong for times in own] == ["values", "values"]
-    quiet = run_ranks(with_one_way, 2, lambda xs: [2 * x - x + right(x) for x in xs])
+    quiet = run_ranks(with_one_implementation, 2, lambda xs: [2 * x - x + right(x) for x in xs])
     assert [times["allgrad"].wrong for times in quiet] == ["gradient", "gradient"]
 
 
@@ -61,21 +61,21 @@ def right(x):
     return ag.all_reduce(x.detach(), grad="none") - x.detach()
 
 
-def test_what_is_right_agrees_with_autograd():
+def test_expected_results_agree_with_autograd():
     for case in (Case("all_gather", 3, 8192, skewed=True), Case("all_reduce", 3, 8192)):
-        pieces = [brought(case, rank) for rank in range(3)]
+        pieces = [inputs_and_gradients(case, rank) for rank in range(3)]
         xs = [x[0].requires_grad_() for x, _ in pieces]
         joined = torch.cat(xs) if case.skewed else sum(xs)
         gradients = torch.autograd.grad(sum((joined * g[0]).sum() for _, g in pieces), xs)
         for rank in range(3):
-            (y,), (g,) = wanted(case, rank)
+            (y,), (g,) = expected(case, rank)
             assert torch.equal(y, joined.detach())
             assert torch.equal(g, gradients[rank])
     assert Case("all_gather", 4, 8192, skewed=True).rows == (4, 4, 4, 32)
 
 
 def test_a_sample_is_the_slowest_rank():
-    fast, slow = Timed("", [1.0, 5.0, 1.0], [2.0] * 3), Timed("", [3.0, 1.0, 3.0], [9.0] * 3)
+    fast, slow = Times("", [1.0, 5.0, 1.0], [2.0] * 3), Times("", [3.0, 1.0, 3.0], [9.0] * 3)
     summary = run._slowest([fast, replace(slow, wrong="values")])
     assert summary.forward == Spread(3.0, 3.0, 4.0)
     assert summary.both.median == 9.0
@@ -83,8 +83,12 @@ def test_a_sample_is_the_slowest_rank():
 
 
 def made_up(wrong=""):
-    ours = Summary("", Spread(0.5, 0.4, 0.6), Spread(1.0, 0.9, 1.1), Weighed(2**20, 2**20, 3 << 20))
-    raw = Summary(wrong, Spread(1.0, 0.9, 1.1), Spread(4.0, 3.9, 4.1), Weighed(2**20, 2**21, 2**22))
+    ours = Summary(
+        "", Spread(0.5, 0.4, 0.6), Spread(1.0, 0.9, 1.1), PeakMemory(2**20, 2**20, 3 << 20)
+    )
+    raw = Summary(
+        wrong, Spread(1.0, 0.9, 1.1), Spread(4.0, 3.9, 4.1), PeakMemory(2**20, 2**21, 2**22)
+    )
     return Measured(Case("all_gather", 2, 4096), "raw", {"allgrad": ours, "raw": raw})
 
 
@@ -108,38 +112,40 @@ def test_tables_show_ratios_and_what_is_wrong():
 
 def test_files_hold_all_figures(tmp_path):
     show.write_json(tmp_path / "a.json", run.machine(), [made_up("gradient")])
-    told = json.loads((tmp_path / "a.json").read_text())
-    assert told["torch"] == torch.__version__
-    (case,) = told["cases"]
+    written = json.loads((tmp_path / "a.json").read_text())
+    assert written["torch"] == torch.__version__
+    (case,) = written["cases"]
     assert (case["operation"], case["world"], case["nbytes"]) == ("all_gather", 2, 4096)
-    assert case["ways"]["raw"]["wrong"] == "gradient"
-    assert case["ways"]["allgrad"]["both"] == {"median": 1.0, "low": 0.9, "high": 1.1}
+    assert case["implementations"]["raw"]["wrong"] == "gradient"
+    assert case["implementations"]["allgrad"]["both"] == {"median": 1.0, "low": 0.9, "high": 1.1}
     pytest.importorskip("matplotlib")
     show.draw(tmp_path / "a.png", [made_up("gradient")])
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_sizes_are_read_as_people_write_them():
-    assert [show.as_bytes(s) for s in ("4KiB", "64 mib", "4096")] == [4096, 2**26, 4096]
-    assert [show.in_words(n) for n in (4, 4096, 2**26, 2050)] == [
+    assert [show.parse_bytes(s) for s in ("4KiB", "64 mib", "4096")] == [4096, 2**26, 4096]
+    assert [show.format_bytes(n) for n in (4, 4096, 2**26, 2050)] == [
         *("1 element", "4 KiB", "64 MiB", "2050 B")
     ]
     for bad in ("4KB", "", "-4KiB", "1000", "0"):
         with pytest.raises(InputError, match="not a size"):
-            show.as_bytes(bad)
-    with pytest.raises(InputError, match="not worlds"):
+            show.parse_bytes(bad)
+    with pytest.raises(InputError, match="not numbers of ranks"):
         command.choose("1", "4KiB", "all_gather")
     with pytest.raises(InputError, match="no gossip"):
         command.choose("2", "4KiB", "all_gather,gossip")
 
 
-@pytest.mark.skipif(not run.weighable(), reason="this system does not tell a process's memory")
+@pytest.mark.skipif(
+    not run.can_measure_memory(), reason="this system does not report the memory of a process"
+)
 def test_memory_is_measured_in_new_processes():
-    case = Case("all_reduce", 2, 2**24)
-    weighed = run._weighed(case, "raw")
-    assert weighed.result == 2**24
-    assert 0.9 < weighed.forward / weighed.result < 1.5
-    assert 1.8 < weighed.both / weighed.result < 2.6
+    case = Case("all_reduce", 1, 2**24)
+    peak = run._peak_memory(case, "raw")
+    assert peak.result == 2**24
+    assert 0.9 < peak.forward / peak.result < 1.5
+    assert 1.8 < peak.both / peak.result < 2.6
 
 
 def test_the_command_measures(tmp_path):
@@ -148,5 +154,5 @@ def test_the_command_measures(tmp_path):
     done = CliRunner().invoke(app, ["bench", *words, "--no-memory", "--json", str(out)])
     assert done.exit_code == 0, done.output
     assert "forward + backward, 2 ranks" in " ".join(done.output.split())
-    assert "sends by hand" in done.output
+    assert "linear by hand" in done.output
     assert len(json.loads(out.read_text())["cases"]) == 1

@@ -1,0 +1,260 @@
+"""Collectives in compiled graphs: ops that run the eager call itself.
+
+A graph holds two kinds of node of ours. ``run`` runs one map of an adjoint pair; ``exchange`` is the
+size exchange before a call whose sizes are found out. When the graph runs, the op makes the pair
+again from what the node keeps (who makes it, the sizes, the group's name) and calls the same map on
+the same tensors as eager code. So a rank puts the same messages on the wire whether it compiled the
+call, compiles it anew, or fell back to eager, and algorithms, ``checked``, ``deadline`` and errors
+are the same in both. While a graph is traced, an op only tells shapes. Sizes are ``SymInt``: one
+graph serves all of them. Found sizes come out of ``exchange`` as the lengths of empty tensors, which
+makes them unbacked ``SymInt`` without a setting of TorchDynamo's.
+
+Compilers must not move, merge, drop or repeat what sends. Both ops are therefore registered as
+effects in order, and tagged as not deterministic, which also keeps fake tensors from computing with
+constants. ``apply`` is a name for ``run`` that carries what a derivative needs: a backward of any
+order, a tangent and a batch (torch.library's own rules give a silent zero under torch.func.jvp). It
+dissolves into ``run`` when a graph is lowered.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from allgrad._autograd.adjoint_pair import HANDSHAKE, MAKERS
+from allgrad._autograd.transforms import ANCHOR, apply
+from allgrad._core.partition import Partition
+from allgrad._core.torch_internals import graph_internals
+from allgrad._wire import calls
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from allgrad._autograd.adjoint_pair import AdjointPair
+    from allgrad._wire.calls import Call
+
+__all__ = ["RULES_VERSION", "exchange", "run", "run_in_lockstep", "run_plain"]
+
+# torch keeps compiled graphs on disk and finds them by the names of their ops. Raise this number
+# when a schema, a derivative or a batching rule changes.
+RULES_VERSION = 1
+_NAMESPACE = f"allgrad_{RULES_VERSION}"
+_LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
+_OPS = getattr(torch.ops, _NAMESPACE)
+_TORCH = graph_internals()
+
+_CALL = "str group, str call, str details, str site, bool first"
+_PAIR = (
+    f"str maker, bool flipped, int[] numbers, int[] dims, SymInt[] sizes, SymInt[] lengths, {_CALL}"
+)
+_EXCHANGE = (
+    f"str operation, int outputs, int[] dims, SymInt[] amounts, str names, int root, {_CALL}"
+)
+_SENDS = (torch.Tag.nondeterministic_seeded,)
+_LIBRARY.define(f"run(Tensor[] xs, Tensor anchor, {_PAIR}) -> Tensor[]", tags=_SENDS)
+_LIBRARY.define(f"exchange(Tensor[] xs, Tensor anchor, {_EXCHANGE}) -> Tensor[]", tags=_SENDS)
+_LIBRARY.define(f"apply(Tensor[] xs, Tensor anchor, {_PAIR}) -> Tensor[]", tags=_SENDS)
+
+
+def run(pair: AdjointPair, xs: Sequence[Tensor]) -> list[Tensor]:
+    """The pair's map in a graph, with every derivative."""
+    ys: list[Tensor] = _OPS.apply(list(xs), ANCHOR, *_described(pair))
+    return ys
+
+
+@partial(torch.compiler.disable, reason="allgrad.lockstep orders collectives in eager code")
+def run_in_lockstep(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The pair in eager code, between two graphs; its group is found anew, as eager code holds it."""
+    maker, flipped, numbers, dims, sizes, _, *call = _described(pair)
+    real = calls.of_graph(xs, *call)
+    eager = MAKERS[maker].make(real, *_partitions(dims, sizes, real.size), *numbers)
+    return apply(eager.adjoint if flipped else eager, xs)
+
+
+def run_plain(pair: AdjointPair, xs: Sequence[Tensor]) -> list[Tensor]:
+    """The pair's map on tensors that only have a shape, below autograd."""
+    # Fake tensors and real ones do not meet: not the anchor.
+    ys: list[Tensor] = _OPS.run(list(xs), xs[0].new_empty(0), *_described(pair))
+    return ys
+
+
+def exchange(
+    call: Call,
+    xs: Sequence[Tensor],
+    operation: str,
+    *,
+    outputs: int,
+    dims: Sequence[int],
+    amounts: Sequence[int],
+    names: str,
+    root: int,
+) -> list[int]:
+    """The size exchange of a call, in a graph; the lengths it finds, so many."""
+    about = operation, outputs, list(dims), list(amounts), names, root, *_described_call(call)
+    found = _OPS.exchange(list(xs), ANCHOR, *about)
+    return [t.shape[0] for t in found[:outputs]]
+
+
+def _described(pair: AdjointPair) -> tuple[Any, ...]:
+    """What a node keeps of a pair, as the op's arguments."""
+    made = pair.made
+    assert made is not None
+    partitions = [arg for arg in made.args if isinstance(arg, Partition)]
+    numbers = [int(arg) for arg in made.args if not isinstance(arg, Partition)]
+    dims: list[int] = []
+    lengths: list[int] = []
+    ends = MAKERS[made.maker].ends
+    if ends is not None:
+        before, after = ends(made.call, *made.args)
+        dims, lengths = list(partitions[0].dims), list(before if made.flipped else after)
+    sizes = [n for part in partitions for by_rank in part.sizes for n in by_rank]
+    return made.maker, made.flipped, numbers, dims, sizes, lengths, *_described_call(made.call)
+
+
+def _described_call(call: Call) -> tuple[str, str, str, str, bool]:
+    """What a node keeps of a call, and whether it is the first node of it."""
+    name = "" if call.group.process_group is None else call.group.name
+    first = call.traced == []
+    if first:
+        call.traced.append(name)
+    return name, call.name, call.details, call.site, first
+
+
+def _run(  # noqa: PLR0917
+    xs: list[Tensor],
+    anchor: Tensor,  # noqa: ARG001
+    maker: str,
+    flipped: bool,
+    numbers: list[int],
+    dims: list[int],
+    sizes: list[int],
+    lengths: list[int],  # noqa: ARG001
+    *call: Any,
+) -> list[Tensor]:
+    real = calls.of_graph(xs, *call)
+    pair = MAKERS[maker].make(real, *_partitions(dims, sizes, real.size), *numbers)
+    with torch.no_grad():
+        ys = (pair.backward if flipped else pair.forward)(xs)
+        return [_own(y, xs) for y in ys]
+
+
+def _partitions(dims: Sequence[int], sizes: Sequence[int], world: int) -> list[Partition]:
+    """The partitions of a pair, all along the same dims; none for a map that keeps shapes."""
+    each = len(dims)
+    by_rank = [tuple(sizes[i : i + world]) for i in range(0, len(sizes), world)]
+    starts = range(0, len(by_rank), each) if dims else ()
+    return [Partition(tuple(dims), tuple(by_rank[i : i + each])) for i in starts]
+
+
+def _own(y: Tensor, xs: Sequence[Tensor]) -> Tensor:
+    """Memory of its own, as compilers expect of an op's results."""
+    alone = y.is_contiguous() and y.untyped_storage().nbytes() == y.nbytes
+    if alone and all(y is not x for x in xs):
+        return y
+    return y.clone(memory_format=torch.contiguous_format)
+
+
+def _run_fake(  # noqa: PLR0917
+    xs: list[Tensor],
+    anchor: Tensor,  # noqa: ARG001
+    maker: str,  # noqa: ARG001
+    flipped: bool,  # noqa: ARG001
+    numbers: list[int],  # noqa: ARG001
+    dims: list[int],
+    sizes: list[int],  # noqa: ARG001
+    lengths: list[int],
+    *_: Any,
+) -> list[Tensor]:
+    if not dims:
+        return [x.new_empty(x.shape) for x in xs]
+    return [
+        x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :]))
+        for x, dim, length in zip(xs, dims, lengths, strict=True)
+    ]
+
+
+def _exchange(  # noqa: PLR0917
+    xs: list[Tensor],
+    anchor: Tensor,  # noqa: ARG001
+    operation: str,
+    outputs: int,
+    dims: list[int],
+    amounts: list[int],
+    names: str,
+    root: int,
+    *call: Any,
+) -> list[Tensor]:
+    real = calls.of_graph(xs, *call)
+    with torch.no_grad():
+        found = HANDSHAKE[0](real, xs, operation, dims, amounts, names, root)[:outputs]
+    assert len(found) == outputs
+    return [torch.empty(n, 0) for n in found] or [torch.empty(0)]
+
+
+def _exchange_fake(
+    xs: list[Tensor],  # noqa: ARG001
+    anchor: Tensor,  # noqa: ARG001
+    operation: str,  # noqa: ARG001
+    outputs: int,
+    *_: Any,
+) -> list[Tensor]:
+    return [torch.empty(_TORCH.unbacked_size(), 0) for _ in range(outputs)] or [torch.empty(0)]
+
+
+class _AtOneLevel(_TORCH.SingleLevelFunction):  # type: ignore[misc, name-defined]
+    """The derivative at one level of torch.func, or at the only one there is."""
+
+    @staticmethod
+    def forward(anchor: Tensor, made: tuple[Any, ...], *xs: Tensor) -> tuple[Tensor, ...]:
+        if any(_TORCH.is_wrapped(x) for x in xs):
+            with torch.enable_grad(), _TORCH.set_fwd_grad_enabled(True), _TORCH.below_autograd():
+                return tuple(_OPS.apply(xs, anchor, *made))  # at the level below
+        return tuple(_OPS.run(xs, anchor, *made))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004
+        ctx.anchor, ctx.made, *xs = inputs
+        dims = ctx.made[3]
+        ctx.lengths = [x.shape[dim] for x, dim in zip(xs, dims, strict=bool(dims))]
+
+    @staticmethod
+    def backward(ctx: Any, *ys: Tensor) -> tuple[Tensor | None, ...]:
+        maker, flipped, numbers, dims, sizes, _, *call, _ = ctx.made
+        made = maker, not flipped, numbers, dims, sizes, ctx.lengths, *call, False
+        return None, None, *_OPS.apply(ys, ctx.anchor, *made)
+
+    @staticmethod
+    def jvp(ctx: Any, _anchor: None, _made: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        *made, _ = ctx.made
+        return tuple(_OPS.apply(tangents, ctx.anchor, *made, False))
+
+
+def _apply(xs: list[Tensor], anchor: Tensor, *made: Any) -> list[Tensor]:
+    with _TORCH.enable_single_level():
+        return list(_AtOneLevel.apply(anchor, made, *xs))
+
+
+def _batched(
+    info: Any, in_dims: tuple[Any, ...], xs: list[Tensor], anchor: Tensor, *made: Any
+) -> tuple[list[Tensor], list[int]]:
+    """The batch goes last: pairs name dimensions from the front, so it travels along unseen."""
+    rows = [
+        x.unsqueeze(-1).expand(*x.shape, info.batch_size) if dim is None else x.movedim(dim, -1)
+        for x, dim in zip(xs, in_dims[0], strict=True)
+    ]
+    ys = _OPS.apply(rows, anchor, *made)
+    return ys, [y.dim() - 1 for y in ys]
+
+
+_LIBRARY.impl("run", _run, "CompositeExplicitAutograd")
+_LIBRARY.impl("exchange", _exchange, "CompositeExplicitAutograd")
+_LIBRARY.impl("apply", _apply, "CompositeImplicitAutograd")
+torch.library.register_fake(f"{_NAMESPACE}::run", _run_fake, lib=_LIBRARY)
+torch.library.register_fake(f"{_NAMESPACE}::exchange", _exchange_fake, lib=_LIBRARY)
+torch.library.register_vmap(f"{_NAMESPACE}::apply", _batched, lib=_LIBRARY)
+_TORCH.register_ordered_effect(_OPS.run.default)
+_TORCH.register_ordered_effect(_OPS.exchange.default)

@@ -1,0 +1,228 @@
+"""What the ranks find out from each other before a call, in eager code and as an op in a graph.
+
+The functions above the line are called by collectives. In eager code they make the exchange; in a
+graph they leave it to the op ``exchange`` (graph_ops), which makes the same one when the graph runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from allgrad._autograd.adjoint_pair import HANDSHAKE
+from allgrad.collectives._inputs import Leaves, exchange
+from allgrad.collectives._mismatch import pieces_differ
+from allgrad.errors import TensorError, rank_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from allgrad._core.partition import Partition
+    from allgrad._wire.calls import Call
+    from allgrad._wire.handshake import RankArgs, TensorSpec
+
+    SizesByTensor = Sequence[Sequence[int]]
+
+__all__ = ["amounts_of_src", "arriving_sizes", "compare_shapes", "sizes_by_rank", "specs_of_src"]
+
+
+def sizes_by_rank(
+    call: Call, operation: str, leaves: Leaves, dims: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """What every rank holds of each leaf along its dim."""
+    if not torch.compiler.is_compiling():
+        return _lengths(call, operation, leaves, dims)
+    found = _in_graph(call, operation, leaves, dims, outputs=len(dims) * call.size)
+    own = [t.shape[dim] for t, dim in zip(leaves.tensors, dims, strict=True)]
+    return _with_known(call, found, own)
+
+
+def arriving_sizes(call: Call, leaves: Leaves, send: Partition) -> tuple[tuple[int, ...], ...]:
+    """What every rank sends to this one of each leaf, in all_to_all."""
+    if not torch.compiler.is_compiling():
+        return _amounts(call, "all_to_all", leaves, send.dims, send.sizes)
+    outputs = len(send.dims) * call.size
+    found = _in_graph(call, "all_to_all", leaves, send.dims, outputs=outputs, amounts=send.sizes)
+    return _with_known(call, found, [sizes[call.rank] for sizes in send.sizes])
+
+
+def compare_shapes(call: Call, operation: str, leaves: Leaves, dims: Sequence[int]) -> None:
+    """Raise on every rank unless all have one shape."""
+    if torch.compiler.is_compiling():
+        _in_graph(call, operation, leaves, dims, outputs=0)
+    else:
+        _same_shapes(call, operation, leaves, dims)
+
+
+def amounts_of_src(call: Call, leaves: Leaves, partition: Partition, src: int) -> list[int]:
+    """What this rank gets of each leaf that src cuts, in a graph."""
+    dims, sizes = partition.dims, partition.sizes
+    return _in_graph(call, "scatter", leaves, dims, outputs=len(dims), amounts=sizes, root=src)
+
+
+def specs_of_src(
+    call: Call, leaves: Leaves, dims: Sequence[int], amounts: SizesByTensor, src: int
+) -> tuple[TensorSpec, ...]:
+    """What src cuts, once every rank agrees that it is src. Other ranks' tensors are ignored."""
+    ranks = exchange(call, "scatter", leaves, dims, amounts, src).decoded()
+    if any(args.operation != "scatter" or args.root != src for args in ranks):
+        raise pieces_differ(call, leaves, ranks, free=True)
+    return _with_structure(ranks, src)
+
+
+def _with_structure(ranks: Sequence[RankArgs], src: int) -> tuple[TensorSpec, ...]:
+    cut = ranks[src]
+    if cut.names:
+        odd = {
+            rank: "passed none" if not args.tensors else "another structure"
+            for rank, args in enumerate(ranks)
+            if (len(args.tensors), args.names) != (len(cut.tensors), cut.names)
+        }
+        if odd:
+            raise TensorError(
+                rank_table(
+                    "scatter: src cuts a nest, whose structure every rank must know.",
+                    [f"{len(args.tensors)} tensors" for args in ranks],
+                    odd,
+                    "Pass a nest of the same structure on the other ranks.",
+                )
+            )
+    return cut.tensors
+
+
+def _by_tensor(flat: Sequence[int], world: int) -> list[tuple[int, ...]]:
+    return [tuple(flat[i : i + world]) for i in range(0, len(flat), world)]
+
+
+def _with_known(
+    call: Call, found: Sequence[int], own: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Sizes found by a graph, by tensor; the rank's own are known before the graph runs."""
+    by_tensor = [list(sizes) for sizes in _by_tensor(found, call.size)]
+    for sizes, known in zip(by_tensor, own, strict=True):
+        sizes[call.rank] = known
+    return tuple(tuple(sizes) for sizes in by_tensor)
+
+
+# ---- the exchanges --------------------------------------------------------------------------
+
+
+def _lengths(
+    call: Call, operation: str, leaves: Leaves, dims: Sequence[int], *_: Any
+) -> tuple[tuple[int, ...], ...]:
+    rows = exchange(call, operation, leaves, dims)
+    lengths = rows.lengths()
+    if lengths is None:
+        raise pieces_differ(call, leaves, rows.decoded(), free=True)
+    return lengths
+
+
+def _amounts(
+    call: Call,
+    operation: str,
+    leaves: Leaves,
+    dims: Sequence[int],
+    amounts: SizesByTensor,
+    *_: Any,
+) -> tuple[tuple[int, ...], ...]:
+    rows = exchange(call, operation, leaves, dims, amounts)
+    found = rows.amounts()
+    if found is None:
+        raise pieces_differ(call, leaves, rows.decoded(), free=True)
+    return found
+
+
+def _same_shapes(
+    call: Call, operation: str, leaves: Leaves, dims: Sequence[int], *_: Any
+) -> tuple[tuple[int, ...], ...]:
+    rows = exchange(call, operation, leaves, dims)
+    if not rows.same():
+        raise pieces_differ(call, leaves, rows.decoded(), free=False)
+    return ()
+
+
+def _own_amounts(
+    call: Call,
+    _operation: str,
+    leaves: Leaves,
+    dims: Sequence[int],
+    amounts: SizesByTensor,
+    src: int,
+) -> tuple[tuple[int, ...], ...]:
+    specs = specs_of_src(call, leaves, dims, amounts, src)
+    for spec, tensor in zip(specs, leaves.tensors, strict=True):
+        shape = list(tensor.shape)
+        shape[spec.dim : spec.dim + 1] = [spec.shape[spec.dim]]
+        if spec.dtype != tensor.dtype or tuple(shape) != spec.shape:
+            raise TensorError(
+                f"scatter: in a compiled graph this rank passes {tuple(tensor.shape)} "
+                f"{tensor.dtype}, but src {src} cuts {spec}.\n"
+                "Give it a tensor with the dtype and the other dimensions of the one on src."
+            )
+    return tuple((spec.amount,) for spec in specs)
+
+
+_EXCHANGES: dict[str, Callable[..., tuple[tuple[int, ...], ...]]] = {
+    **dict.fromkeys(("all_gather", "gather", "permute", "gather_sizes"), _lengths),
+    "all_to_all": _amounts,
+    "reduce_scatter": _same_shapes,
+    "scatter": _own_amounts,
+}
+
+
+# ---- in a graph -----------------------------------------------------------------------------
+
+
+class _Names(NamedTuple):
+    """Stands for the nest of a call in a graph: the names of its leaves."""
+
+    text: str
+
+    def names(self) -> list[str]:
+        return self.text.split("\n")
+
+
+def _in_graph(
+    call: Call,
+    operation: str,
+    leaves: Leaves,
+    dims: Sequence[int],
+    *,
+    outputs: int,
+    amounts: SizesByTensor = (),
+    root: int = -1,
+) -> list[int]:
+    from allgrad._autograd import graph_ops
+
+    return graph_ops.exchange(
+        call,
+        leaves.tensors,
+        operation,
+        outputs=outputs,
+        dims=dims,
+        amounts=[n for sizes in amounts for n in sizes],
+        names="" if leaves.frame is None else "\n".join(leaves.names()),
+        root=root,
+    )
+
+
+def _exchange_of_graph(  # noqa: PLR0917
+    call: Call,
+    xs: list[Tensor],
+    operation: str,
+    dims: list[int],
+    amounts: list[int],
+    names: str,
+    root: int,
+) -> list[int]:
+    """Make the exchange of a graph's op; the lengths that it finds."""
+    leaves = Leaves(xs, _Names(names) if names else None)  # type: ignore[arg-type]
+    by_tensor = _by_tensor(amounts, call.size)
+    found = _EXCHANGES[operation](call, operation, leaves, dims, by_tensor, root)
+    return [n for sizes in found for n in sizes]
+
+
+HANDSHAKE.append(_exchange_of_graph)

@@ -1,0 +1,20 @@
+"""The kinds of contrastive loss."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+__all__ = ["LossKind"]
+
+
+class LossKind(Enum):
+    """What is computed from the score matrix, whose rows are queries and whose columns are keys."""
+
+    SOFTMAX_ROWS = "softmax along rows"
+    SOFTMAX_BOTH = "softmax along rows and along columns"
+    SIGMOID = "sigmoid of each score"
+
+    @property
+    def directions(self) -> int:
+        """How many terms of the loss each pair has."""
+        return 2 if self is LossKind.SOFTMAX_BOTH else 1
