@@ -93,7 +93,7 @@ def transform_names() -> tuple[str, ...]:
 def constant_in_graphs(function: Callable[[], T]) -> Callable[[], T]:
     """Have TorchDynamo call a function once instead of tracing it.
 
-    What torch.compiler.assume_constant_result does, without importing TorchDynamo for everybody.
+    What torch.compiler.assume_constant_result does, without importing TorchDynamo for every user.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -98,7 +98,7 @@ def gather(
 
 @overload
 def scatter(
-    x: None,
+    x: Tensor | None,
     src: int = ...,
     dim: int = ...,
     *,
@@ -109,7 +109,7 @@ def scatter(
 ) -> Tensor: ...
 @overload
 def scatter(
-    x: None,
+    x: Tensor | None,
     src: int = ...,
     dim: int = ...,
     *,
