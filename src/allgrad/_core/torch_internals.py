@@ -31,6 +31,7 @@ from torch._utils import _unflatten_dense_tensors as unflatten_dense
 foreach_copy_ = torch._foreach_copy_
 
 __all__ = [
+    "FINDS_LENGTHS_IN_TRANSFORMS",
     "FakeTensor",
     "VmapInterpreter",
     "add_batch_dim",
@@ -196,6 +197,10 @@ def graph_internals() -> SimpleNamespace:
         register_ordered_effect=register_ordered_effect,
         unbacked_size=unbacked_size,
     )
+
+
+# Before torch 2.13 TorchDynamo does not look through the wrappers of torch.func for such lengths.
+FINDS_LENGTHS_IN_TRANSFORMS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def process_group_named(name: str) -> Any:

@@ -12,10 +12,11 @@ import torch
 
 from allgrad._autograd.adjoint_pair import HANDSHAKE
 from allgrad._core.partition import Partition
+from allgrad._core.torch_internals import FINDS_LENGTHS_IN_TRANSFORMS, functorch_active
 from allgrad.collectives._inputs import Leaves, check_for_all, exchange, take_leaves
 from allgrad.collectives._mismatch import pieces_differ
 from allgrad.collectives._sizes import held_sizes
-from allgrad.errors import TensorError, rank_table
+from allgrad.errors import ModeError, TensorError, rank_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -228,6 +229,11 @@ def _in_graph(
 ) -> list[int]:
     from allgrad._autograd import graph_ops
 
+    if functorch_active() and not FINDS_LENGTHS_IN_TRANSFORMS:
+        raise ModeError(
+            f"{call.name}: this torch finds out no sizes in a compiled torch.func transform.\n"
+            "Give the sizes, or use torch 2.13 or newer."
+        )
     return graph_ops.exchange(
         call,
         leaves.tensors,
