@@ -18,7 +18,15 @@ ACCEPTED, REJECTED = HERE / "accepted.py", HERE / "rejected.py"
 def mypy():
     """The lines of each file that mypy rejects."""
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", str(ACCEPTED), str(REJECTED)],
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--strict",
+            "--no-error-summary",
+            str(ACCEPTED),
+            str(REJECTED),
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
