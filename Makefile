@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types suite docs setup clean
+.PHONY: demo test lint types suite docs fuzz setup clean
 
 demo: $(READY)
 	@$(BIN)/python -m allgrad demo
@@ -24,6 +24,11 @@ suite: $(READY)
 
 docs: $(READY)
 	$(BIN)/python docs/generate.py
+
+# Random programs on ranks against one process: make fuzz MINUTES=30
+MINUTES ?= 5
+fuzz: $(READY)
+	$(BIN)/python tests/fuzz --minutes $(MINUTES)
 
 setup: $(READY)
 

@@ -105,7 +105,18 @@ def private_names_of_torch(path):
 
 
 # Private names of our own, or of the standard library, that another object of ours is asked for.
-OWN = {"_replace", "_chain", "_fields", "_asdict", "_exit", "_finish", "_result", "_metadata"}
+OWN = {
+    "_replace",
+    "_chain",
+    "_fields",
+    "_asdict",
+    "_exit",
+    "_finish",
+    "_result",
+    "_metadata",
+    "_make",
+    "_take",
+}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))

@@ -1,7 +1,5 @@
 """The same on CUDA tensors: Gloo with two ranks on one GPU, NCCL in a world of one."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -84,12 +82,7 @@ def way(request):
 
 def take(way, monkeypatch):
     if way == "backend":
-
-        def dispatch(operation, call, x, *args):
-            traced = torch.compiler.is_compiling() or type(x) not in wire._PLAIN
-            return (operation.in_graph if traced else partial(wire._run, operation))(call, x, *args)
-
-        monkeypatch.setattr(wire, "_dispatch", dispatch)
+        monkeypatch.setattr(wire, "_dispatch", wire._run)
 
 
 @pytest.mark.ranks(1, backend="nccl")

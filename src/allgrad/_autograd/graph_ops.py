@@ -4,7 +4,7 @@ A graph holds two kinds of node of ours. ``run`` runs one map of an adjoint pair
 size exchange before a call whose sizes are found out. When the graph runs, the op makes the pair
 again from what the node keeps (who makes it, the sizes, the group's name) and calls the same map on
 the same tensors as eager code. So a rank puts the same messages on the wire whether it compiled the
-call, compiles it anew, or fell back to eager, and algorithms, ``checked``, ``deadline`` and errors
+call, compiles it again, or fell back to eager, and algorithms, ``checked``, ``deadline`` and errors
 are the same in both. While a graph is traced, an op only tells shapes. Sizes are ``SymInt``: one
 graph serves all of them. Found sizes come out of ``exchange`` as the lengths of empty tensors, which
 makes them unbacked ``SymInt`` without a setting of TorchDynamo's.
@@ -68,7 +68,7 @@ def run(pair: AdjointPair, xs: Sequence[Tensor]) -> list[Tensor]:
 
 @partial(torch.compiler.disable, reason="allgrad.lockstep orders collectives in eager code")
 def run_in_lockstep(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The pair in eager code, between two graphs; its group is found anew, as eager code holds it."""
+    """The pair in eager code, between two graphs; its group is looked up again, as eager code holds it."""
     maker, flipped, numbers, dims, sizes, _, *call = _described(pair)
     real = calls.of_graph(xs, *call)
     eager = MAKERS[maker].make(real, *_partitions(dims, sizes, real.size), *numbers)
@@ -77,7 +77,7 @@ def run_in_lockstep(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ..
 
 def run_plain(pair: AdjointPair, xs: Sequence[Tensor]) -> list[Tensor]:
     """The pair's map on tensors that only have a shape, below autograd."""
-    # Fake tensors and real ones do not meet: not the anchor.
+    # Not the anchor: fake tensors and real ones cannot be mixed.
     ys: list[Tensor] = _OPS.run(list(xs), xs[0].new_empty(0), *_described(pair))
     return ys
 

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 # A result requires grad on every rank, even where the local piece does not: another rank's piece
-# may, and its backward needs everyone (test_piece_without_gradient_takes_part). Autograd marks a
+# may, and its backward needs every rank (test_piece_without_gradient_takes_part). Autograd marks a
 # result when some input requires grad; this one always does, is empty, and never gets a gradient.
 ANCHOR = torch.empty(0, requires_grad=True)
 
@@ -99,7 +99,16 @@ def run_map(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     if has_only_shape(xs[0]):
         return tuple(_shapes_alone(pair, xs))
     with below_view_tracking():
-        return tuple(pair.forward(xs))
+        return tuple(_forward(pair, xs))
+
+
+def _forward(pair: AdjointPair, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The map itself, outside autocast, which would change what it packs (test_autocast)."""
+    device = xs[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return pair.forward(xs)
+    with torch.autocast(device, enabled=False):
+        return pair.forward(xs)
 
 
 def is_plain_autograd() -> bool:
@@ -114,7 +123,7 @@ def needs_graph(xs: Sequence[Tensor]) -> bool:
 
 def _plain(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     # A tensor that is handed through: the caller's own leaf would still require grad.
-    ys = _shapes_alone(pair, xs) if has_only_shape(xs[0]) else pair.forward(xs)
+    ys = _shapes_alone(pair, xs) if has_only_shape(xs[0]) else _forward(pair, xs)
     if len(ys) == 1:
         return (ys[0].detach() if ys[0] is xs[0] else ys[0],)
     given = set(map(id, xs))

@@ -51,6 +51,7 @@ __all__ = [
     "in_backward_pass",
     "inside_jvp",
     "is_view",
+    "is_zero_tensor",
     "lengths_differ",
     "process_group_named",
     "sequence_number",
@@ -94,7 +95,7 @@ def transform_names() -> tuple[str, ...]:
 def constant_in_graphs(function: Callable[[], T]) -> Callable[[], T]:
     """Have TorchDynamo call a function once instead of tracing it.
 
-    What torch.compiler.assume_constant_result does, without importing TorchDynamo for everybody.
+    What torch.compiler.assume_constant_result does, without importing TorchDynamo for every user.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -112,6 +113,10 @@ below_view_tracking = torch._C._AutoDispatchBelowADInplaceOrView
 def in_backward_pass() -> bool:
     """Tell whether this thread runs a backward pass. Without it: checked mode cannot tell."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+# A tensor of zeros without memory, which forward mode hands on; nothing can be sent of it.
+is_zero_tensor = torch.Tensor._is_zerotensor
 
 
 def is_view(x: Tensor) -> bool:

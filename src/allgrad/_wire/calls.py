@@ -79,13 +79,13 @@ def resolve(name: str, group: GroupLike, details: Callable[[], str] | None = Non
     """
     found = find_group(name, group)
     if torch.compiler.is_compiling():
-        told = "" if details is None else details()
-        return Call(found, found.rank, found.size, name, told, traced_site(), 0, [])
+        described = "" if details is None else details()
+        return Call(found, found.rank, found.size, name, described, traced_site(), 0, [])
     if not _describing:
         return Call(found, found.rank, found.size, name)
-    told = "" if details is None else details()
+    described = "" if details is None else details()
     serial = _serials[found] = _serials.get(found, 0) + 1
-    return Call(found, found.rank, found.size, name, told, call_site(), serial)
+    return Call(found, found.rank, found.size, name, described, call_site(), serial)
 
 
 def of_graph(  # noqa: PLR0917

@@ -21,7 +21,7 @@ from allgrad._core.version import __version__
 from allgrad.errors import AllgradError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 __all__ = ["DTYPES", "HEADER_WORDS", "MAX_DIMS", "Reader", "Writer", "dtype_name"]
 
@@ -173,8 +173,3 @@ class Reader:
             f"A message from rank {self._sender} is damaged: word {max(self._at - 1, 0)} is out of "
             "range, or missing."
         )
-
-
-def joined(rows: Iterable[Sequence[int]]) -> list[int]:
-    """Rows one after another."""
-    return [word for row in rows for word in row]

@@ -195,9 +195,9 @@ def _agree(call: Call, mine: CallSpec, device: torch.device) -> None:
     length = CallSpec.words(call.size)
     row = torch.tensor(mine.encode(call.size), dtype=torch.int64)
     rows = row.repeat(call.size).to(call.group.message_device(device))
-    heard = eager.all_to_all_equal(call, rows).tolist()
+    received = eager.all_to_all_equal(call, rows).tolist()
     specs = [
-        CallSpec.decode(heard[rank * length : (rank + 1) * length], call.size, rank)
+        CallSpec.decode(received[rank * length : (rank + 1) * length], call.size, rank)
         for rank in range(call.size)
     ]
     _STATE.calls[call.group] = max(spec.number for spec in specs) + 1

@@ -175,9 +175,11 @@ def wait_for_all(call: Call, works: Sequence[Any]) -> None:
         except BaseException as error:  # noqa: BLE001 - raised in the listening thread
             done.set_exception(error)
 
-    threading.Thread(target=wait_aside, daemon=True).start()
+    thread = threading.Thread(target=wait_aside, daemon=True)
+    thread.start()
     while not futures.wait([done], _LOOK_EVERY).done:
         diagnosis.raise_published(call)
+    thread.join()  # it holds the tensors until it ends (test_nothing_is_kept_alive)
     done.result()
 
 

@@ -128,14 +128,14 @@ class RankArgs:
         count = reader.number(0, _MOST_TENSORS)
         names = reader.number(-(2**63))
         root, error = reader.number() - 1, reader.choice(_ERRORS)
-        told = reader.number(_FOLLOW, ROW)
+        count_of_amounts = reader.number(_FOLLOW, ROW)
         specs = []
         for _ in range(count):
             dtype, dim = reader.dtype(), reader.number(0, MAX_DIMS)
             specs.append(TensorSpec(dtype, reader.shape(), dim))
             if dim >= max(1, len(specs[-1].shape)):
                 raise reader.damaged()
-        amounts = None if told == _FOLLOW else reader.numbers(told)
+        amounts = None if count_of_amounts == _FOLLOW else reader.numbers(count_of_amounts)
         problem = None if error is None else error(reader.text(ROW * 8))
         return RankArgs(operation, tuple(specs), names, root, problem, amounts)
 
@@ -226,11 +226,11 @@ def exchange(
     """
     where = call.group.message_device(device)
     specs = sum(_SPEC + len(spec.shape) for spec in mine.tensors)
-    told: Tensor | None = None
+    own_amounts: Tensor | None = None
     if amounts is not None:
-        told = torch.tensor(amounts, dtype=torch.int64).view(len(amounts), call.size)
-        fit = _FIXED + specs + told.numel() <= ROW
-        mine = replace(mine, amounts=tuple(told.flatten().tolist()) if fit else None)
+        own_amounts = torch.tensor(amounts, dtype=torch.int64).view(len(amounts), call.size)
+        fit = _FIXED + specs + own_amounts.numel() <= ROW
+        mine = replace(mine, amounts=tuple(own_amounts.flatten().tolist()) if fit else None)
     words, length_words = _encoded(mine)
     row = torch.tensor(words, dtype=torch.int64)
     rows = _gathered(call, row[:ROW], where)
@@ -238,7 +238,7 @@ def exchange(
         longest = _checked_length(rows)
         rest = torch.cat([row[ROW:], row.new_zeros(longest - len(words))])
         rows = torch.cat([rows, _gathered(call, rest, where)], 1)
-    return Exchange(call, rows, length_words, _FIXED + specs, told, where)
+    return Exchange(call, rows, length_words, _FIXED + specs, own_amounts, where)
 
 
 def _encoded(mine: RankArgs) -> tuple[list[int], tuple[int, ...]]:
@@ -249,15 +249,15 @@ def _encoded(mine: RankArgs) -> tuple[list[int], tuple[int, ...]]:
         spec._replace(shape=(*spec.shape[: spec.dim], 0, *spec.shape[spec.dim + 1 :]))
         for spec in mine.tensors
     )
-    told = mine.amounts or ()
-    no_amounts = None if mine.amounts is None else (0,) * len(told)
+    own_amounts = mine.amounts or ()
+    no_amounts = None if mine.amounts is None else (0,) * len(own_amounts)
     found, length_words = _template(replace(mine, tensors=open_specs, amounts=no_amounts))
     words = list(found)
     for word, spec in zip(length_words, mine.tensors, strict=True):
         words[word] = spec.shape[spec.dim]
-    if told:
+    if own_amounts:
         first = int(found[_LENGTH])
-        words[first : first + len(told)] = told
+        words[first : first + len(own_amounts)] = own_amounts
     return words, length_words
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from allgrad._core import call_queue
+from allgrad._core.torch_internals import is_zero_tensor
 from allgrad._wire import eager
 from allgrad._wire.algorithms import Situation, choose
 from allgrad._wire.calls import Call, resolve
@@ -147,6 +148,8 @@ def _dispatch(operation: _Operation, call: Call, x: Tensor, *args: Any) -> Tenso
 def _run(operation: _Operation, call: Call, x: Tensor, *args: Any) -> Tensor:
     """Choose an algorithm and run it."""
     x = x.resolve_conj().resolve_neg().contiguous()
+    if is_zero_tensor(x):
+        x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     situation = Situation(
         operation.name,
         call.group.backends.get(x.device) or call.group.backend(x.device),

@@ -50,8 +50,7 @@ class Leaves:
 
     def put_back(self, results: Sequence[object]) -> Any:
         """A nest of the same structure with one result for each leaf."""
-        # Not self.frame(results): TorchDynamo of torch 2.11 would ask for its hash.
-        return results[0] if self.frame is None else Frame.__call__(self.frame, results)
+        return results[0] if self.frame is None else self.frame(results)
 
     def names(self) -> list[str]:
         """The leaves' names in the nest, for error messages."""

@@ -98,11 +98,11 @@ def specs_of_src(
     ranks = rows.decoded()
     if any(args.operation != "scatter" or args.root != src for args in ranks):
         raise pieces_differ(call, leaves, ranks, free=True)
-    specs, told = _with_structure(ranks, src), ranks[src].amounts
-    if told is None:
-        told = tuple(by_rank[src] for by_rank in rows.following_amounts(len(specs)))
-        return specs, told
-    return specs, told[call.rank :: call.size]
+    specs, amounts_by_rank = _with_structure(ranks, src), ranks[src].amounts
+    if amounts_by_rank is None:
+        following = rows.following_amounts(len(specs))
+        return specs, tuple(by_rank[src] for by_rank in following)
+    return specs, amounts_by_rank[call.rank :: call.size]
 
 
 def _with_structure(ranks: Sequence[RankArgs], src: int) -> tuple[TensorSpec, ...]:

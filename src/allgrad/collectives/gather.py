@@ -98,7 +98,7 @@ def gather(
 
 @overload
 def scatter(
-    x: None,
+    x: Tensor | None,
     src: int = ...,
     dim: int = ...,
     *,
@@ -109,7 +109,7 @@ def scatter(
 ) -> Tensor: ...
 @overload
 def scatter(
-    x: None,
+    x: Tensor | None,
     src: int = ...,
     dim: int = ...,
     *,
@@ -209,7 +209,7 @@ def scatter(
 
 def _is_known(leaves: Leaves, sizes: Sizes) -> bool:
     """Tell whether every rank knows what it gets without a message from src."""
-    return sizes is not None and not isinstance(sizes, str) and bool(leaves.tensors)
+    return sizes is not None and not isinstance(sizes, str) and len(leaves.tensors) > 0
 
 
 def _only(rank: int, ranks: int, amount: int) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import optree
 from optree import PyTreeSpec as Structure
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from allgrad.containers.kinds import NAMESPACE, OpenNode, open_node, register, register_all
 from allgrad.errors import InputError
@@ -144,6 +145,8 @@ def map_tensors(fn: Callable[[Tensor], object], nest: _Nest) -> _Nest:
 
     Any depth works. A container that holds itself raises :class:`~allgrad.errors.InputError`.
     """
+    if is_dynamo_compiling():
+        return _map_in_graph(fn, nest, {})  # type: ignore[no-any-return]
     done: dict[int, tuple[object, Any]] = {}  # keeps the objects alive, so that ids stay unique
     path: list[tuple[OpenNode, list[Any]]] = []  # the open containers, each with its new children
     depths: dict[int, int] = {}  # position on the path of each open container
@@ -177,6 +180,18 @@ def map_tensors(fn: Callable[[Tensor], object], nest: _Nest) -> _Nest:
         # ... and continue with the next child of the innermost open container.
         opened, results = path[-1]
         node = opened.children[len(results)]
+
+
+def _map_in_graph(fn: Callable[[Tensor], object], node: Any, done: dict[int, Any]) -> Any:
+    """The same while TorchDynamo traces, which knows the ids of tensors only (torch 2.11)."""
+    if isinstance(node, Tensor):
+        if id(node) not in done:
+            done[id(node)] = fn(node)
+        return done[id(node)]
+    opened = open_node(node)
+    if opened is None or not opened.children:
+        return node
+    return opened.close([_map_in_graph(fn, child, done) for child in opened.children])
 
 
 def _cycle(path: list[tuple[OpenNode, list[Any]]], depth: int) -> InputError:

@@ -1,6 +1,6 @@
 """The handshake before a loss: one small message that lets a mistake of one rank raise on every rank.
 
-Each rank sends a description of its arguments, receives everyone's, and checks them all against the
+Each rank sends a description of its arguments, receives all ranks', and checks them all against the
 same rules. So every rank raises the same error, with the same table.
 """
 

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from allgrad._autograd.transforms import is_plain_autograd
 from allgrad.errors import InputError, PieceMismatch, SizesError, rank_table
-from allgrad.nn._ranks import facts_of_all, find_place
+from allgrad.nn._ranks import find_place, gather_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -217,16 +217,16 @@ def check_heads(
     Without ``sizes`` the ranks tell each other their shapes, and one rank's mistake raises on all.
     """
     own, place = _Shape.of(q, k, v), find_place(call, group)
-    told = [own]
+    by_rank = [own]
     if sizes is None:
-        told = [_Shape._make(row) for row in facts_of_all(call, own, q, group)]
+        by_rank = [_Shape._make(row) for row in gather_numbers(call, own, q, group)]
     elif len(sizes) != place.world or sizes[place.rank] != own.k_length:
         raise SizesError(
             f"{call}: sizes={list(sizes)} do not fit rank {place.rank} of {place.world}, which holds "
             f"{own.k_length} keys.\nGive how many keys each rank holds, in rank order."
         )
-    marks = {rank: p for rank, one in enumerate(told) if (p := one.problem(causal)) is not None}
-    rows = [str(one) for one in told] if sizes is None else [str(own)] * place.world
+    marks = {rank: p for rank, one in enumerate(by_rank) if (p := one.problem(causal)) is not None}
+    rows = [str(one) for one in by_rank] if sizes is None else [str(own)] * place.world
     if marks:
         marks = marks if sizes is None else {place.rank: marks[0]}
         raise InputError(
@@ -237,7 +237,7 @@ def check_heads(
                 "Give as many heads of k as of v, a divisor of q's, and one width of q and k.",
             )
         )
-    kinds = [(one.q_heads, one.q_width, one.k_heads, one.dims) for one in told]
+    kinds = [(one.q_heads, one.q_width, one.k_heads, one.dims) for one in by_rank]
     usual = max(kinds, key=kinds.count)
     odd = {rank: "differs" for rank, kind in enumerate(kinds) if kind != usual}
     if odd:
@@ -249,4 +249,4 @@ def check_heads(
                 "Give every rank the same heads and widths.",
             )
         )
-    return tuple(one.k_length for one in told) if sizes is None else tuple(sizes)
+    return tuple(one.k_length for one in by_rank) if sizes is None else tuple(sizes)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from allgrad.types import GroupLike
 
-__all__ = ["Place", "facts_of_all", "feature_sizes", "find_place"]
+__all__ = ["Place", "feature_sizes", "find_place", "gather_numbers"]
 
 
 class Place(NamedTuple):
@@ -33,7 +33,7 @@ def find_place(call: str, group: GroupLike) -> Place:
     return Place(found.rank, found.size)
 
 
-def facts_of_all(
+def gather_numbers(
     call: str, facts: Sequence[int], x: Tensor, group: GroupLike
 ) -> list[tuple[int, ...]]:
     """Give every rank the facts of all, in one small message. ``x`` names the device."""

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from allgrad.collectives.all_to_all import all_to_all
 from allgrad.errors import InputError, PieceMismatch, SizesError, rank_table
-from allgrad.nn._ranks import facts_of_all, find_place
+from allgrad.nn._ranks import find_place, gather_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -123,20 +123,20 @@ def lengths_along(
             )
         return tuple(sizes)
     shape = [*x.shape, *[0] * 8][:8]
-    told = facts_of_all(call, [x.dim(), dim, *shape], x, group)
-    others = [(f[0], f[1], *(n for d, n in enumerate(f[2:]) if d != f[1])) for f in told]
+    by_rank = gather_numbers(call, [x.dim(), dim, *shape], x, group)
+    others = [(f[0], f[1], *(n for d, n in enumerate(f[2:]) if d != f[1])) for f in by_rank]
     usual = max(others, key=others.count)
     odd = {rank: "differs" for rank, other in enumerate(others) if other != usual}
     if odd:
         raise PieceMismatch(
             rank_table(
                 f"{call}: pieces may differ along the split dim only.",
-                [f"{tuple(f[2 : 2 + f[0]])}, dim {f[1]}" for f in told],
+                [f"{tuple(f[2 : 2 + f[0]])}, dim {f[1]}" for f in by_rank],
                 odd,
                 "Give every rank the same lengths in the other dims.",
             )
         )
-    return tuple(f[2 + f[1]] for f in told)
+    return tuple(f[2 + f[1]] for f in by_rank)
 
 
 def _dim_from_front(x: Tensor, dim: int) -> int:

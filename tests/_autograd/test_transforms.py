@@ -1,0 +1,48 @@
+"""What surrounds a call: autocast, and gradients that torch hands on without memory."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import allgrad as ag
+from exactness import leaf, random, same
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(rank, world, dtype):
+    """What the wire packs stays as it is: autocast on the CPU takes no float16 in torch.cat."""
+    xs = [random((2, 3), r).to(dtype) for r in range(world)]
+    with torch.autocast("cpu"):
+        joined = ag.all_gather(xs[rank], 1)
+        largest = ag.all_reduce(xs[rank], "max")
+        exchanged = ag.all_to_all(random((3, 2), rank).to(dtype), 0)
+        first, _ = ag.all_gather([xs[rank], xs[rank]], grad="none")
+    assert torch.equal(joined, torch.cat(xs, 1))
+    assert torch.equal(largest, torch.stack(xs).amax(0))
+    rows = [random((3, 2), r).to(dtype)[rank] for r in range(world)]
+    assert torch.equal(exchanged, torch.stack(rows))
+    assert torch.equal(first, torch.cat(xs))
+
+
+CALLS = {
+    "all_gather": ag.all_gather,
+    "all_reduce": ag.all_reduce,
+    "reduce_scatter": ag.reduce_scatter,
+    "all_to_all": ag.all_to_all,
+    "gather": ag.gather,
+    "scatter": ag.scatter,
+    "shift": ag.shift,
+    "broadcast": ag.broadcast,
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", CALLS)
+def test_backward_of_a_tangent_gets_zeros_without_memory(rank, name):
+    """The tangent of a linear map does not depend on the value: torch hands on zeros."""
+    x = leaf(random((4, 3), rank))
+    with forward_ad.dual_level():
+        y = CALLS[name](forward_ad.make_dual(x, random((4, 3), 7 + rank))) * 3.0
+        forward_ad.unpack_dual(y).tangent.sum().backward()
+    same(x.grad, torch.zeros(4, 3, dtype=torch.float64), "the gradient")

@@ -1,0 +1,84 @@
+"""Which features of a program met which others, and how often."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+
+from fuzz.oracle import run_oracle
+from fuzz.program import Block, Change, Leaf, Local, Program
+
+DTYPES = {".float()": "float32", ".bfloat16()": "bfloat16", ".half()": "float16", "2j": "complex"}
+LAYOUTS = (".transpose(", "[::2]", "[..., 1:]", ".flip(", ".expand(", ".t()")
+
+
+class Coverage:
+    """Counts programs by the features in them, and by pairs of features."""
+
+    def __init__(self) -> None:
+        self.programs = 0
+        self.single: Counter[str] = Counter()
+        self.pairs: Counter[tuple[str, str]] = Counter()
+
+    def add(self, program: Program) -> None:
+        found = sorted(features(program))
+        self.programs += 1
+        self.single.update(found)
+        self.pairs.update(combinations(found, 2))
+
+    def table(self) -> str:
+        """Collectives downwards, everything else across; and the pairs that never met."""
+        calls = sorted(name for name in self.single if name.startswith("ag."))
+        others = sorted(name for name in self.single if not name.startswith("ag."))
+        width = max(map(len, calls), default=0)
+        lines = [f"{self.programs} programs. Columns:"]
+        lines += [f"  {i:>2} {name}: {self.single[name]}" for i, name in enumerate(others)]
+        lines.append(" " * width + "".join(f"{i:>6}" for i in range(len(others))))
+        for call in calls:
+            counts = (self.pairs[min(call, other), max(call, other)] for other in others)
+            lines.append(f"{call:<{width}}" + "".join(f"{n:>6}" for n in counts))
+        names = sorted(self.single)
+        never = [f"{a} + {b}" for a, b in combinations(names, 2) if not self.pairs[a, b]]
+        met = len(names) * (len(names) - 1) // 2 - len(never)
+        lines.append(f"{met} pairs of {len(names)} features met, {len(never)} never did:")
+        lines += [f"  {pair}" for pair in never[:40]]
+        return "\n".join(lines)
+
+
+def features(program: Program) -> set[str]:
+    """What a program has in it, in words."""
+    found = {f"world of {program.world}", f"ending: {program.ending}"}
+    found |= {name for name in ("lockstep", "checked", "deadline") if getattr(program, name)}
+    if len(program.losses) > 1:
+        found.add("several losses")
+    if any(by is None for loss in program.losses for by in loss):
+        found.add("a rank without loss")
+    for step in program.body:
+        if isinstance(step, Leaf):
+            found.add(f"numbers: {step.kind}")
+            found |= {"empty piece"} if any(0 in shape for shape in step.shapes) else set()
+            found |= {"ragged"} if len(set(step.shapes)) > 1 else set()
+            found |= set() if all(step.needs_grad) else {"a rank without gradient"}
+            found |= {"large"} if len(step.shapes[0]) == 2 and step.shapes[0][1] >= 100 else set()
+        elif isinstance(step, Local):
+            found |= {name for code, name in DTYPES.items() if code in step.code}
+            found |= {"strides"} if any(code in step.code for code in LAYOUTS) else set()
+        elif isinstance(step, Change):
+            found.add("hook" if "hook" in step.code else "in place")
+        elif isinstance(step, Block):
+            found.add(step.wrap)
+    for call in program.calls():
+        found.add(f"ag.{call.name}")
+        found |= {f"{key}={call.options[key]}" for key in ("op", "grad") if key in call.options}
+        found |= {"nest"} if call.nest else set()
+        found |= {"async"} if call.handle else set()
+        found |= {f"sizes {call.sizes}"}
+        found.add(
+            {"w": "group world", "l": "group mesh", "g": "subgroup"}.get(call.comm[0], "axis")
+        )
+    return found
+
+
+def describe(program: Program, note: str = "") -> str:
+    """A program as a runnable file."""
+    return run_oracle(program)[1].script(note)

@@ -1,0 +1,387 @@
+"""Random programs: the same seed gives the same program. The oracle runs along, step by step, so
+that the generator knows what every rank holds, and takes back a step without a stable meaning.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from fuzz.fitting import (
+    ALL,
+    ALONG_DIM,
+    LINEAR,
+    RAGGED,
+    REDUCING,
+    SAME_GRAD,
+    SAME_SHAPE,
+    fits,
+    ops,
+    ways_to_tell_sizes,
+)
+from fuzz.oracle import Oracle
+from fuzz.program import NESTS, Block, Call, Change, Leaf, Local, Program, Wait
+
+LOCALS = (
+    "{0}.sin()",
+    "{0} * {0}",
+    "{0} * (rank + 1)",
+    "{0}.tanh() + 0.5",
+    "{0} + {1}",
+    "{0} * {1}.sum()",
+    "torch.cat([{0}, {1}])",
+    "{0}.detach()",
+)
+STRIDES = (
+    "{0}.transpose(0, -1)",
+    "{0}[::2]",
+    "{0}[..., 1:]",
+    "{0}[: rank + 1]",
+    "{0}[rank:]",
+    "{0}.flip(0)",
+    "{0}.expand(2, *{0}.shape)",
+    "{0}.sum()",
+    "{0}.reshape(-1)",
+    "{0}.t().contiguous().t()",
+)
+DTYPES = ("{0}.float()", "{0}.bfloat16()", "{0}.half()", "{0} * (1 + 2j)")
+BACK = {"torch.complex128": "{0}.real + 2 * {0}.imag"}
+HOOK = "if {0}.requires_grad:\n    {0}.register_hook(lambda g: g if g is None else g * 1.5)"
+
+
+def generate(seed: int, *, compiled: bool = False) -> Program:
+    """The program of a seed; with ``compiled`` some of its blocks are compiled on some ranks."""
+    return _Builder(seed, compiled=compiled).program()
+
+
+class _Builder:
+    def __init__(self, seed: int, *, compiled: bool) -> None:
+        self.seed, self.random, self.compiled = seed, Random(seed), compiled
+        self.world = self.random.choice((1, 2, 2, 3, 3, 3, 4, 4))
+        self.lockstep = self.chance(0.35)
+        self.ending = self.random.choice(("together", "each", "second", "second"))
+        if self.lockstep and self.chance(0.2):
+            self.ending = "tie"
+        self.large = self.chance(0.03)
+        self.all_need = self.ending == "second" and not self.lockstep
+        self.oracle = Oracle(self.world)
+        self.steps: list = []
+        self.from_calls: set[str] = set()  # what depends on a collective
+        self.need_grad: set[str] = set()  # what requires grad on every rank
+        self.exact: set[str] = set()  # whole numbers: no rounding on the way
+        self.hidden: set[str] = set()  # not to be used further
+        self.opaque: set[str] = set()  # a hook would see what the reduction does inside
+        self.forced: set[str] = set()  # to be used by every rank's loss
+        self.ancestors: dict[str, set[str]] = {}
+        self.count = 0
+
+    def chance(self, p: float) -> bool:
+        return self.random.random() < p
+
+    def fresh(self, letter: str = "v") -> str:
+        self.count += 1
+        return f"{letter}{self.count}"
+
+    def program(self) -> Program:
+        for _ in range(self.random.randint(1, 2)):
+            self.add_leaf()
+        kinds = (self.add_leaf, self.add_local, self.add_strides, self.add_dtype, self.add_call)
+        kinds += (self.add_wait, self.add_hook, self.add_block, self.add_change)
+        weights = (6, 12, 10, 3, 45, 10, 4, 8, 5)
+        for _ in range(4 if self.large else self.random.randint(2, 12)):
+            self.random.choices(kinds, weights)[0]()
+        if not any(isinstance(step, Call | Block) for step in self.steps):
+            self.add_call()
+        while self.oracle.pending and not (self.lockstep and self.chance(0.2)):
+            self.add_wait()
+        return Program(
+            self.seed,
+            self.world,
+            tuple(self.steps),
+            tuple(self.loss() for _ in range(self.random.choice((1, 1, 2)))),
+            self.ending,
+            self.lockstep,
+            checked=self.chance(0.25),
+            deadline=30 * self.chance(0.2),
+        )
+
+    def loss(self) -> tuple:
+        names = [name for name in self.oracle.env if name not in self.hidden]
+        must = {x.out for x in self.steps if isinstance(x, Leaf)} | self.forced
+        if not self.lockstep:
+            used = {n for n in names if n in must or self.chance(0.85)}
+            # What only some ranks hold would take only them back to what all ranks called before.
+            for name in list(used):
+                if len(self.oracle.env[name]) < self.world:
+                    used |= self.ancestors[name]
+            return (tuple(n for n in names if n in used),) * self.world
+        losses = []
+        for _ in range(self.world):
+            some = tuple(n for n in names if n in self.forced or self.chance(0.6))
+            losses.append(some if self.forced or self.chance(0.85) else None)
+        return tuple(losses)
+
+    # ------------------------------------------------------------------ what is there
+
+    def dtype(self, name: str) -> str:
+        return str(next(iter(self.oracle.env[name].values())).dtype)
+
+    def is_float(self, name: str) -> bool:
+        return self.dtype(name) == "torch.float64"
+
+    def names(self, fits=lambda _: True) -> list[str]:
+        return [n for n in self.oracle.env if n not in self.hidden and fits(n)]
+
+    def attempt(self, step) -> bool:
+        """Let the oracle run a step; keep it if that has a meaning."""
+        before = dict(self.oracle.env)
+        try:
+            self.oracle.run(step)
+        except Exception:  # noqa: BLE001 - whatever torch says to shapes that do not fit
+            self.oracle.env = before
+            return False
+        self.steps.append(step)
+        return True
+
+    def inherit(self, out: str, inputs: tuple[str, ...], code: str = "") -> None:
+        self.descend(out, inputs)
+        if any(name in self.from_calls for name in inputs):
+            self.from_calls.add(out)
+        if any(name in self.need_grad for name in inputs) and "detach" not in code:
+            self.need_grad.add(out)
+        if all(name in self.exact for name in inputs) and code in (*STRIDES, *DTYPES, ""):
+            self.exact.add(out)
+
+    def descend(self, out: str, inputs: tuple[str, ...]) -> None:
+        self.ancestors[out] = set(inputs).union(*(self.ancestors.get(n, set()) for n in inputs))
+
+    # ------------------------------------------------------------------ steps
+
+    def add_leaf(self) -> None:
+        rng = self.random
+        kind = rng.choice(("normal",) * 5 + ("ties",) * 3 + ("int", "bool"))
+        shape = [rng.choice((0, 1, 2, 2, 3, 4)) for _ in range(rng.choice((0, 1, 1, 2, 2, 3)))]
+        if self.large:
+            shape = [rng.choice((5, 40)), rng.choice((100, 400, 1500))]
+        shapes = [tuple(shape)] * self.world
+        if shape and self.chance(0.5):
+            dim = rng.randrange(len(shape))
+            shapes = [
+                (*shape[:dim], rng.choice((0, 1, 2, 3, 5)), *shape[dim + 1 :]) for _ in shapes
+            ]
+        first = not self.steps  # every rank has something to differentiate
+        kind = "ties" if first and kind in {"int", "bool"} else kind
+        needs = tuple(first or self.all_need or self.chance(0.85) for _ in shapes)
+        step = Leaf(self.fresh("x"), tuple(shapes), kind, needs, rng.randrange(1000))
+        if self.attempt(step):
+            if all(needs) and kind in {"normal", "ties"}:
+                self.need_grad.add(step.out)
+            if kind != "normal":
+                self.exact.add(step.out)
+
+    def add_local(self, name: str = "", codes=LOCALS) -> str:
+        names = self.names(self.is_float)
+        if not names:
+            return ""
+        code = self.random.choice(codes)
+        if "cat" in code and self.all_need:
+            return ""  # of an empty vector torch.cat has no second derivative, not even zeros
+        inputs = (name or self.random.choice(names), self.random.choice(names))
+        inputs = inputs[: 2 if "{1}" in code else 1]
+        step = Local(self.fresh(), code, inputs)
+        if not self.attempt(step):
+            return ""
+        self.inherit(step.out, inputs, code)
+        return step.out
+
+    def add_strides(self) -> None:
+        names = self.names()
+        step = Local(self.fresh(), self.random.choice(STRIDES), (self.random.choice(names),))
+        if self.attempt(step):
+            self.inherit(step.out, step.inputs, step.code)
+
+    def add_dtype(self) -> None:
+        """Lower precision only for whole numbers: values stay exact, gradients are rounded."""
+        name = self.random.choice(self.names())
+        if self.is_float(name):
+            codes = DTYPES if name in self.exact else DTYPES[3:]
+            code = self.random.choice(codes)
+        else:
+            code = BACK.get(self.dtype(name), "{0}.double()")
+        step = Local(self.fresh(), code, (name,))
+        if self.attempt(step):
+            self.inherit(step.out, (name,), code)
+
+    def add_hook(self) -> None:
+        names = self.names(lambda n: self.is_float(n) and n not in self.opaque)
+        if names:
+            self.attempt(Change(self.random.choice(names), HOOK))
+
+    def add_wait(self) -> None:
+        if self.oracle.pending:
+            handle = self.random.choice(sorted(self.oracle.pending))
+            start = next(s for s in self.steps if getattr(s, "handle", "") == handle)
+            self.attempt(Wait(start.outs, handle, start.nest))
+
+    def add_change(self) -> None:
+        """Change a result in place at once, or an input once the call is done with it."""
+        change = self.random.choice(("{0}.mul_(0.5)", "{0}.add_(1)"))
+        if self.chance(0.5):
+            name = self.add_local(codes=("{0}.clone()",))
+            if name and self.make_call(name, linear=True):
+                self.attempt(Change(name, change))
+            return
+        call = self.make_call(linear=True)
+        if call:
+            self.attempt(Change(self.random.choice(call.outs), change))
+
+    def add_call(self) -> None:
+        call = self.make_call(async_allowed=True)
+        if call and self.chance(0.2) and not call.handle and call.outs[0] not in self.opaque:
+            self.attempt(Change(call.outs[0], HOOK))
+
+    def add_block(self) -> None:
+        names = self.names(lambda n: self.is_float(n) and len(self.oracle.env[n]) == self.world)
+        if not names:
+            return
+        name, wrap = self.random.choice(names), self.random.choice(("checkpoint", "reentrant"))
+        if wrap == "reentrant" and (name not in self.need_grad or self.ending == "second"):
+            wrap = "checkpoint"
+        if self.compiled and self.chance(0.6):
+            wrap = "compile"
+        before = len(self.steps)
+        inner = self.add_local(name, codes=("{0}.sin()", "{0} * {0}", "{0} + 1")) or name
+        call = self.make_call(inner, linear=False, in_block=True, traced=wrap == "compile")
+        body = tuple(self.steps[before:])
+        del self.steps[before:]
+        for step in body:
+            for out in getattr(step, "outs", None) or (step.out,):
+                self.oracle.forget(out)
+        if call is None:
+            return
+        ranks = tuple(r for r in range(self.world) if wrap == "compile" and self.chance(0.7))
+        out = self.fresh()
+        codes = ["{0} * {0}"]
+        if call.options.get("op", "sum") in LINEAR or call.name not in {"reduce", "scan"}:
+            codes.append("{0} * 1.5")  # see test_finds.py: test_checkpoint_that_saves_on_one_rank
+        result = Local(out + "_", self.random.choice(codes), call.outs)
+        if self.attempt(Block(out, wrap, name, (*body, result), ranks)):
+            self.descend(out, (name,))
+            self.from_calls.add(out)
+            self.need_grad.add(out)
+            if self.lockstep:  # its recomputation happens only where something needs it
+                self.forced.add(out)
+
+    # ------------------------------------------------------------------ collectives
+
+    def make_call(
+        self,
+        name: str = "",
+        *,
+        linear: bool = False,
+        in_block: bool = False,
+        traced: bool = False,
+        async_allowed: bool = False,
+    ) -> Call | None:
+        """Add a collective of ``name`` or of any variable; ``linear`` ones save nothing."""
+        for _ in range(12):
+            call = self.propose(name, linear=linear, in_block=in_block, traced=traced)
+            if call is None:
+                continue
+            # See test_finds.py: test_lockstep_second_order_async.
+            safe = not (self.lockstep and self.ending == "second")
+            safe &= call.name != "gather_sizes"
+            if async_allowed and safe and self.chance(0.25):
+                call = Call(**{**call.__dict__, "handle": self.fresh("h")})
+            if self.attempt(call):
+                for out, given in zip(call.outs, call.inputs, strict=True):
+                    self.descend(out, call.inputs)
+                    self.describe(out, given, call)
+                return call
+        return None
+
+    def describe(self, out: str, given: str, call: Call) -> None:
+        self.from_calls.add(out)
+        dtype = "int" if call.name == "gather_sizes" else self.dtype(given)
+        if call.options.get("grad") != "none" and ("float" in dtype or "complex" in dtype):
+            self.need_grad.add(out)
+        if given in self.exact and call.options.get("op") not in {"mean", "logsumexp"}:
+            self.exact.add(out)
+        if call.options.get("op", "sum") not in LINEAR and self.ending == "second":
+            self.opaque.add(out)
+        lowest = call.options.get("exclusive") and call.options["op"] not in {"sum", "prod"}
+        if lowest and not call.handle and "float" in dtype:  # infinite on the first rank
+            self.hidden.add(out)
+            clamped = Local(self.fresh(), "{0}.clamp(-9, 9)", (out,))
+            if self.attempt(clamped):
+                self.inherit(clamped.out, (out,))
+
+    def propose(self, name: str, *, linear: bool, in_block: bool, traced: bool) -> Call | None:
+        """A call whose pieces fit together on every group, or ``None``."""
+        rng, env = self.random, self.oracle.env
+        what = rng.choice(SAME_SHAPE + RAGGED)
+        comm = rng.choice(["world"] * 3 + list(self.oracle.comms))
+        groups = self.oracle.comms[comm]
+        if in_block and (sum(map(len, groups)) < self.world or what == "scatter"):
+            return None
+        given = name or rng.choice(self.names())
+        if any(r not in env[given] for group in groups for r in group):
+            return None
+        if what == "gather_sizes" and (in_block or linear):
+            return None
+        if linear and what in {"share", "split"}:
+            return None  # share hands its input through
+        args: dict[str, object] = {}
+        dims = next(iter(env[given].values())).dim()
+        if what in ALONG_DIM:
+            args["dim"] = rng.randrange(max(dims, 1))
+        inputs = [given]
+        nest = ""
+        if not name and not in_block and what != "gather_sizes" and self.chance(0.25):
+            nest = rng.choice(tuple(NESTS))
+            others = [n for n in self.names() if all(r in env[n] for g in groups for r in g)]
+            inputs += [rng.choice(others) for _ in range(rng.randint(0, 2))]
+            inputs += [given] if len(inputs) == 1 and nest in {"deep", "named", "data"} else []
+        if not all(fits(env[n], what, args.get("dim"), groups) for n in inputs):
+            return None
+        ranks = min(len(group) for group in groups)
+        if what in REDUCING:
+            some = set(LINEAR if linear else ALL)
+            some.intersection_update(*(ops(self.dtype(n)) for n in inputs))
+            if not some:
+                return None
+            args["op"] = rng.choice(sorted(some))
+        exact = args.get("op") in {"sum", "prod"} or all(map(self.is_float, inputs))
+        if what == "scan" and args["op"] != "mean" and exact and self.chance(0.4):
+            args["exclusive"] = True
+        if what in {"broadcast", "scatter"}:
+            args["src"] = rng.randrange(ranks)
+        if what in {"reduce", "gather"}:
+            args["dst"] = rng.randrange(ranks)
+        if what == "permute":
+            ends = rng.sample(range(ranks), ranks)
+            pairs = [(a, b) for a, b in enumerate(ends) if self.chance(0.75)]
+            args["pairs"] = pairs
+        if what == "shift":
+            args |= {"offset": rng.randint(-2, 2), "wrap": self.chance(0.6)}
+        grads = ["same"] * (what in SAME_GRAD) + ["none"] * (
+            what != "gather_sizes" and not in_block
+        )
+        if grads and self.chance(0.25):
+            args["grad"] = rng.choice(grads)
+        if self.large and args.get("grad") == "same" and args.get("op", "sum") not in LINEAR:
+            return None  # every rank reduces a share: exact only where ranks do the same work
+        off_src = rng.choice(("empty", "any"))
+        free = what == "scatter" and not nest and not self.all_need
+        if free and (self.lockstep or given not in self.from_calls) and self.chance(0.4):
+            off_src = "None"
+        ways = ways_to_tell_sizes(
+            [env[n] for n in inputs], what, args.get("dim"), groups, traced=traced
+        )
+        if not ways:
+            return None
+        sizes = rng.choice(ways)
+        outs = tuple(self.fresh() for _ in inputs)
+        cut = rng.randrange(100)
+        return Call(
+            outs, what, tuple(inputs), tuple(args.items()), comm, sizes, cut, nest, "", off_src
+        )

@@ -1,0 +1,35 @@
+"""What every random program may use; a printed program carries this text with it."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass
+class Box:
+    first: Any
+    second: Any
+
+
+def leaf(rank, shape, kind, seed, needs_grad):
+    """A tensor of its own on every rank: "normal" numbers, "ties" of -1, 0, 1, "int" or "bool"."""
+    random = torch.Generator().manual_seed(1000 * seed + rank)
+    if kind == "normal":
+        made = torch.randn(shape, generator=random, dtype=torch.float64)
+    else:
+        whole = torch.randint(-1, 2, shape, generator=random)
+        made = {"ties": whole.double(), "int": whole, "bool": whole > 0}[kind]
+    return made.requires_grad_(needs_grad and made.is_floating_point())
+
+
+def use(x, rank):
+    """A number in which every element counts differently, and differently on every rank."""
+    x = (torch.view_as_real(x) if x.is_complex() else x).double()
+    weights = torch.linspace(1, 2 + rank, x.numel(), dtype=torch.float64).view(x.shape)
+    return (weights * x).sin().sum()

@@ -1,0 +1,90 @@
+"""What the fuzzer found, as short programs. Each one that is not fixed yet says so."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import allgrad as ag
+from allgrad.testing import run_ranks
+
+
+def second_order_with_async_in_lockstep():
+    rank = torch.distributed.get_rank()
+    x = torch.full((2,), rank + 1.0, dtype=torch.float64, requires_grad=True)
+    with ag.lockstep() as step:
+        y = ag.all_reduce(x, async_op=True).wait()
+        step.backward(y.square().sum(), create_graph=True)
+        g, x.grad = x.grad, None
+        step.backward(g.square().sum() if rank else None)
+    return x.grad
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the adjoint of an async call is not tied to the block's chain"
+)
+@pytest.mark.timeout(60)
+def test_lockstep_second_order_async():
+    """One rank does not use the gradient: it skips the second derivative, and the other waits."""
+    found = run_ranks(second_order_with_async_in_lockstep, 2, timeout=6)
+    # y = 1 + 2; the losses 2 y^2 give g = 4 y; the penalty of rank 1, (4 y)^2, gives 32 y.
+    assert [g.tolist() for g in found] == [[96.0, 96.0]] * 2
+
+
+def checkpoint_that_saves_on_one_rank():
+    x = torch.full((2,), 1.0, dtype=torch.float64, requires_grad=True)
+    y = checkpoint(lambda x: ag.reduce(x, dst=1, op="max") * 1.5, x, use_reentrant=False)
+    y.sum().backward()
+    return x.grad
+
+
+@pytest.mark.xfail(
+    strict=True, reason="torch recomputes a block only on ranks that saved something"
+)
+@pytest.mark.timeout(60)
+def test_checkpoint_that_saves_on_one_rank():
+    """Only dst saves tensors for backward, so only dst calls the collective again."""
+    found = run_ranks(checkpoint_that_saves_on_one_rank, 3, timeout=6)
+    assert [g.tolist() for g in found] == [[0.5, 0.5]] * 3
+
+
+def waited_in_another_order(lockstep):
+    rank = torch.distributed.get_rank()
+    x = torch.full((2,), rank + 1.0, dtype=torch.float64, requires_grad=True)
+    y = torch.full((2,), rank + 1.0, dtype=torch.float64, requires_grad=True)
+    with ag.lockstep() if lockstep else contextlib.nullcontext() as step:
+        first, second = ag.all_reduce(x, async_op=True), ag.all_reduce(y, async_op=True)
+        for handle in (second, first) if rank else (first, second):
+            handle.wait()
+        loss = first.wait().sum() + 10 * second.wait().sum()
+    if step is None:
+        loss.backward()
+    else:
+        step.backward(loss)
+    return x.grad, y.grad
+
+
+@pytest.mark.xfail(strict=True, reason="wait() decides the order of backward: wrong in silence")
+@pytest.mark.parametrize("lockstep", [False, True])
+@pytest.mark.timeout(60)
+def test_handles_waited_in_another_order(lockstep):
+    """The same calls in the same order, waited for in another order on one rank."""
+    found = run_ranks(waited_in_another_order, 2, lockstep, timeout=20)
+    assert [[g.tolist() for g in by_rank] for by_rank in found] == [[[2.0] * 2, [20.0] * 2]] * 2
+
+
+def nest_without_grad():
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    first, second = ag.all_reduce([x.detach(), x.detach()], grad="none")
+    loss = (x * second).sum()
+    first.mul_(3)
+    loss.backward()
+    return x.grad
+
+
+@pytest.mark.xfail(strict=True, reason="results of a nest without grad share one version counter")
+@pytest.mark.timeout(60)
+def test_nest_without_grad_changed_in_place():
+    """Changing one result breaks what was computed from the other."""
+    assert [g.tolist() for g in run_ranks(nest_without_grad, 2, timeout=20)] == [[2.0, 2.0]] * 2
