@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import timedelta
 
-    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -50,7 +49,6 @@ __all__ = [
     "group_store",
     "in_backward_pass",
     "inside_jvp",
-    "is_view",
     "is_zero_tensor",
     "lengths_differ",
     "process_group_named",
@@ -117,11 +115,6 @@ def in_backward_pass() -> bool:
 
 # A tensor of zeros without memory, which forward mode hands on; nothing can be sent of it.
 is_zero_tensor = torch.Tensor._is_zerotensor
-
-
-def is_view(x: Tensor) -> bool:
-    """Tell whether autograd takes ``x`` for a view."""
-    return bool(x._is_view())
 
 
 # ---- tensors without memory ------------------------------------------------------------------
