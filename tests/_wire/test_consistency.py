@@ -13,7 +13,7 @@ import allgrad as ag
 from allgrad.testing import run_ranks
 
 
-@pytest.mark.parametrize("value", ["1", "0", ""])
+@pytest.mark.parametrize("value", ["1", "0"])
 def test_the_environment_switches_checks_on(value):
     program = "import allgrad._wire.consistency as c; print(c.is_checking())"
     done = subprocess.run(

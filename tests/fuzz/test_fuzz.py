@@ -9,8 +9,8 @@ from fuzz.generate import generate
 from fuzz.minimise import minimise
 from fuzz.ranks import check
 
-PROGRAMS = 420
-FAULTS = 6
+PROGRAMS = 300
+FAULTS = 3
 
 
 def programs_of(world, seeds=PROGRAMS):

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import allgrad as ag
 from allgrad._autograd.graph_ops import RULES_VERSION
-from calls import CALLS, ON_THREE_RANKS, Place
+from calls import CALLS, EVERYTHING, ON_THREE_RANKS, Place
 from differentiation import Through
 from exactness import leaf, random, same
 from places import on
@@ -91,7 +91,7 @@ def test_several_collectives_in_one_graph(rank, world, dynamic):
 @pytest.mark.timeout(400)
 @pytest.mark.ranks(2, timeout=390)
 @pytest.mark.skipif(no_compiler, reason="Inductor needs a C++ compiler")
-@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("dynamic", [True, False] if EVERYTHING else [False])
 def test_inductor(rank, dynamic):
     def few(x, y):
         z = ag.all_gather(x, sizes=SIZES[:2]).tanh()
