@@ -21,9 +21,6 @@ def second_order_with_async_in_lockstep():
     return x.grad
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the adjoint of an async call is not tied to the block's chain"
-)
 @pytest.mark.timeout(60)
 def test_lockstep_second_order_async():
     """One rank does not use the gradient: it skips the second derivative, and the other waits."""
@@ -65,7 +62,6 @@ def waited_in_another_order(lockstep):
     return x.grad, y.grad
 
 
-@pytest.mark.xfail(strict=True, reason="wait() decides the order of backward: wrong in silence")
 @pytest.mark.parametrize("lockstep", [False, True])
 @pytest.mark.timeout(60)
 def test_handles_waited_in_another_order(lockstep):
@@ -83,7 +79,6 @@ def nest_without_grad():
     return x.grad
 
 
-@pytest.mark.xfail(strict=True, reason="results of a nest without grad share one version counter")
 @pytest.mark.timeout(60)
 def test_nest_without_grad_changed_in_place():
     """Changing one result breaks what was computed from the other."""

@@ -13,6 +13,7 @@ computation overlaps with the adjoint.
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -70,9 +71,9 @@ class DoneHandle(Handle[T]):
 class PendingCall:
     """One pair's map while it runs, and in backward its adjoint's."""
 
-    def __init__(self, pair: AdjointPair) -> None:
-        """A call that has not started."""
-        self.pair = pair
+    def __init__(self, pair: AdjointPair, chain: backward_order.Chain | None = None) -> None:
+        """A call that has not started; in lockstep it is tied to ``chain``."""
+        self.pair, self.chain = pair, chain
         self.adjoint: PendingCall | None = None
         self._future: Future[tuple[Tensor, ...]] | None = None
 
@@ -103,18 +104,52 @@ def start(
         return Handle(pending.wait)
     ticket = _Start.apply(pending, transforms.ANCHOR, *xs)  # type: ignore[no-untyped-call]
 
+    started = _started()
+
     def finish() -> tuple[Tensor, ...]:
-        chain = backward_order.current_chain()
-        if chain is not None:
-            return chain.append(lambda token: _Wait.apply(pending, token, ticket))  # type: ignore[no-untyped-call]
-        _, *results = _Wait.apply(pending, transforms.ANCHOR, ticket)  # type: ignore[no-untyped-call]
-        return tuple(results)
+        _finish_before(handle, started)
+        pending.chain = backward_order.current_chain()
+        return _finished(pending, ticket)
 
     handle = Handle(finish)
+    started.append(weakref.ref(handle))
     chain = backward_order.current_chain()
     if chain is not None:
         chain.add_pending(handle.wait)
     return handle
+
+
+def _finished(pending: PendingCall, ticket: Tensor) -> tuple[Tensor, ...]:
+    """The node that waits for a call, tied to the chain in lockstep."""
+    if pending.chain is not None:
+        return pending.chain.append(lambda token: _Wait.apply(pending, token, ticket))  # type: ignore[no-untyped-call]
+    _, *results = _Wait.apply(pending, transforms.ANCHOR, ticket)  # type: ignore[no-untyped-call]
+    return tuple(results)
+
+
+_THREAD = threading.local()
+
+
+def _started() -> list[weakref.ref[Handle[tuple[Tensor, ...]]]]:
+    """The differentiable calls of this thread that nobody has waited for yet, the oldest first."""
+    if not hasattr(_THREAD, "started"):
+        _THREAD.started = []
+    found: list[weakref.ref[Handle[tuple[Tensor, ...]]]] = _THREAD.started
+    return found
+
+
+def _finish_before(
+    handle: Handle[tuple[Tensor, ...]], started: list[weakref.ref[Handle[tuple[Tensor, ...]]]]
+) -> None:
+    """Finish the calls that were started before this one, whose data is here already.
+
+    Backward runs in the order in which calls were finished; that must be the same on every rank,
+    whatever order each waits in (test_handles_waited_in_another_order).
+    """
+    while any(ref() is handle for ref in started):
+        oldest = started.pop(0)()
+        if oldest is not None and oldest is not handle:
+            oldest.wait()
 
 
 class _Start(torch.autograd.Function):
@@ -126,8 +161,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor | None, ...]:
-        _, *gradients = _Wait.apply(ctx.pending.adjoint, transforms.ANCHOR, ticket)  # type: ignore[no-untyped-call]
-        return None, None, *gradients
+        return None, None, *_finished(ctx.pending.adjoint, ticket)
 
 
 class _Wait(torch.autograd.Function):
@@ -143,6 +177,8 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.pending.adjoint = PendingCall(ctx.pending.pair.adjoint)
+        # With create_graph the adjoint is a collective of the chain too, for the next backward.
+        chain = ctx.pending.chain if torch.is_grad_enabled() else None
+        ctx.pending.adjoint = PendingCall(ctx.pending.pair.adjoint, chain)
         ticket = _Start.apply(ctx.pending.adjoint, transforms.ANCHOR, *gradients)  # type: ignore[no-untyped-call]
         return None, token, ticket

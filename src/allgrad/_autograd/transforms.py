@@ -123,11 +123,12 @@ def needs_graph(xs: Sequence[Tensor]) -> bool:
 
 def _plain(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     # A tensor that is handed through: the caller's own leaf would still require grad.
-    ys = _shapes_alone(pair, xs) if has_only_shape(xs[0]) else _forward(pair, xs)
-    if len(ys) == 1:
-        return (ys[0].detach() if ys[0] is xs[0] else ys[0],)
+    if len(xs) == 1:
+        (y,) = _shapes_alone(pair, xs) if has_only_shape(xs[0]) else _forward(pair, xs)
+        return (y.detach() if y is xs[0] else y,)
+    # Not as views of one message: changing one in place would spoil the others' backward.
     given = set(map(id, xs))
-    return tuple([y.detach() if id(y) in given else y for y in ys])
+    return tuple([y.detach() if id(y) in given else y for y in run_map(pair, xs)])
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
