@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-VERSIONS = ["2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
+VERSIONS = ["2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ["torch", "Python", "passed", "failed", "skipped", "minutes"]
 

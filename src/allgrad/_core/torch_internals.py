@@ -46,7 +46,6 @@ __all__ = [
     "functional_collectives",
     "functorch_active",
     "graph_internals",
-    "group_store",
     "in_backward_pass",
     "inside_jvp",
     "is_zero_tensor",
@@ -139,15 +138,6 @@ def backend_timeout(process_group: Any) -> timedelta:
     backend = backend_for(process_group, backend_device_types(process_group)[0])
     found: timedelta = backend.options._timeout
     return found
-
-
-def group_store(process_group: Any) -> Any:
-    """The store in which the group's ranks found each other; a private function before torch 2.7."""
-    if hasattr(process_group, "get_group_store"):
-        return process_group.get_group_store()
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._get_process_group_store(process_group)
 
 
 def sequence_number(process_group: Any) -> int:

@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allgrad._core.torch_internals import group_store
 from allgrad._wire.groups import world_rank, world_store
 from allgrad.errors import AllgradError, RankLate, RankLost, RankRaised, rank_table
 
@@ -53,7 +52,7 @@ def register(call: Call) -> None:
         return
     call.group.registered = True
     with contextlib.suppress(RuntimeError):
-        store = group_store(call.group.process_group)
+        store = call.group.process_group.get_group_store()
         store.delete_key(f"allgrad/roll/{call.rank}")
         store.set(f"allgrad/who/{call.rank}", f"{os.getpid()} {socket.gethostname()}")
 
@@ -132,7 +131,7 @@ def explain(call: Call, error: RuntimeError, waited: float, limit: float | None)
 
 
 def _call_roll(call: Call, trouble: str, waited: float, limit: float | None) -> Exception:
-    store = group_store(call.group.process_group)
+    store = call.group.process_group.get_group_store()
     store.set(f"allgrad/roll/{call.rank}", f"{waited:.3f} {trouble}")
     until = time.monotonic() + _ROLL_CALL_SECONDS
     while True:

@@ -56,8 +56,7 @@ def _options(kind: Any) -> tuple[Any, Any]:
     """Options of a call that is waited for at once, and of one that is waited for later."""
     both = kind(), kind()
     for later, options in enumerate(both):
-        if hasattr(options, "asyncOp"):  # not in torch 2.6, where every call is waited for later
-            options.asyncOp = bool(later)
+        options.asyncOp = bool(later)
     return both
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from allgrad._core.torch_internals import backend_device_types, backend_for, group_store
+from allgrad._core.torch_internals import backend_device_types, backend_for
 from allgrad.errors import GroupError
 
 __all__ = [
@@ -176,7 +176,7 @@ def _not_a_member(call: str) -> GroupError:
 def world_store() -> Any:
     """The store that all ranks of the world share; ``None`` without a world."""
     world = dist.group.WORLD if dist.is_initialized() else None
-    return None if world is None else group_store(world)
+    return None if world is None else world.get_group_store()
 
 
 def world_rank() -> int:

@@ -42,7 +42,6 @@ class Rendezvous:
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
-            use_libuv=torch.__version__ >= "2.9",  # at 2.6 it takes no socket that listens already
         )
 
 
