@@ -1,0 +1,100 @@
+"""Several real NCCL ranks on one GPU, where such an NCCL is found: values and gradients are exact.
+
+NCCL from 2.30 on lets ranks share a GPU if NCCL_MULTI_RANK_GPU_ENABLE=1 is set.
+"""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import allgrad as ag
+import reference
+from allgrad.testing import run_ranks
+from exactness import random
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1",
+    reason="needs a GPU that NCCL ranks may share",
+)
+
+ROWS = (2, 0, 3, 1)
+# name: the pieces, the call on a rank, the reference over all pieces.
+CALLS = {
+    "all_gather": ("ragged", ag.all_gather, reference.all_gather),
+    "all_gather, equal": ("equal", lambda x: ag.all_gather(x, sizes="equal"), reference.all_gather),
+    "all_reduce": ("equal", ag.all_reduce, reference.all_reduce),
+    "all_reduce, max": (
+        "equal",
+        lambda x: ag.all_reduce(x, "max"),
+        lambda xs: reference.all_reduce(xs, "max"),
+    ),
+    "reduce_scatter": ("equal", ag.reduce_scatter, reference.reduce_scatter),
+    "all_to_all": ("equal", ag.all_to_all, reference.all_to_all),
+    "broadcast": ("equal", lambda x: ag.broadcast(x, 1), lambda xs: reference.broadcast(xs, 1)),
+    "reduce": ("equal", lambda x: ag.reduce(x, 1), lambda xs: reference.reduce(xs, 1)),
+    "gather": ("ragged", lambda x: ag.gather(x, 1), lambda xs: reference.gather(xs, 1)),
+    "shift": ("ragged", ag.shift, reference.shift),
+    "async": ("ragged", lambda x: ag.all_gather(x, async_op=True).wait(), reference.all_gather),
+    "scan": ("equal", ag.scan, reference.scan),
+    "compiled beside eager": (
+        "ragged",
+        lambda x: (
+            torch.compile(ag.all_gather, fullgraph=True, backend="aot_eager")(x)
+            if dist.get_rank()
+            else ag.all_gather(x)
+        ),
+        reference.all_gather,
+    ),
+}
+
+
+def rows(kind, rank, world):
+    return ROWS[rank] if kind == "ragged" else world
+
+
+def weights(y, r):
+    return torch.linspace(1, 2 + r, y.numel(), dtype=y.dtype, device=y.device).view(y.shape)
+
+
+def on_ranks(name):
+    kind, call, _ = CALLS[name]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = random((rows(kind, rank, world), 3), rank).cuda().requires_grad_()
+    y = call(x)
+    (g,) = torch.autograd.grad((weights(y, rank) * y).sin().sum(), x, create_graph=True)
+    (h,) = torch.autograd.grad((g * g).sum(), x)
+    return y.detach().cpu(), g.detach().cpu(), h.cpu()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", CALLS)
+def test_values_and_two_derivatives(name, world):
+    kind, _, wanted = CALLS[name]
+    xs = [random((rows(kind, r, world), 3), r).requires_grad_() for r in range(world)]
+    ys = wanted(xs)
+    total = sum((weights(y, r) * y).sin().sum() for r, y in enumerate(ys))
+    unused = {"allow_unused": True, "materialize_grads": True}
+    gs = torch.autograd.grad(total, xs, create_graph=True, **unused)
+    hs = torch.autograd.grad(sum((g * g).sum() for g in gs), xs, **unused)
+    found = run_ranks(on_ranks, world, name, backend="nccl", timeout=100)
+    for got, *want in zip(found, ys, gs, hs, strict=True):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b.detach(), rtol=1e-12, atol=1e-12)
+
+
+def scatter_from_none():
+    rank = dist.get_rank()
+    whole = random((5, 2), 9).cuda().requires_grad_()
+    with ag.checked(), ag.lockstep() as step:
+        y = ag.scatter(whole if rank == 1 else None, 1)
+    step.backward(y.sum())
+    return y.detach().cpu(), whole.grad if whole.grad is None else whole.grad.cpu()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_scatter_needs_no_tensor_off_src(world):
+    found = run_ranks(scatter_from_none, world, backend="nccl", timeout=100)
+    assert torch.equal(torch.cat([y for y, _ in found]), random((5, 2), 9))
+    assert torch.equal(found[1][1], torch.ones(5, 2, dtype=torch.float64))
