@@ -9,7 +9,7 @@ from fuzz.generate import generate
 from fuzz.minimise import minimise
 from fuzz.ranks import check
 
-PROGRAMS = 300
+PROGRAMS = 240
 FAULTS = 3
 
 
