@@ -31,6 +31,7 @@ CALLS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize(
     ("width", "dtype"),

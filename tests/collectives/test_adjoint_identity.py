@@ -77,9 +77,7 @@ def identity_holds(case):
     adjoint_check(lambda x: forward(x).detach(), adjoint, x, y, group=group)
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(cases())
 def test_every_linear_collective_is_paired_with_its_adjoint(case):
     run_ranks(identity_holds, case["world"], case)

@@ -28,6 +28,7 @@ def reduce_exactly(group, op, dtype):
             )
 
 
+@pytest.mark.one_in(3)
 @everywhere
 @pytest.mark.parametrize("op", REDUCTIONS)
 def test_all_reduce_is_exact(where, op):
@@ -66,6 +67,7 @@ def reduce_once(group, op):
         )
 
 
+@pytest.mark.one_in(3)
 @everywhere
 @pytest.mark.parametrize("op", REDUCTIONS)
 def test_all_reduce_that_counts_once(where, op):

@@ -45,6 +45,7 @@ def reduce_exactly(group, op, dtype):
             )
 
 
+@pytest.mark.one_in(3)
 @everywhere
 @pytest.mark.parametrize("op", REDUCTIONS)
 def test_reduce_is_exact(where, op):

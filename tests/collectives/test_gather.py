@@ -32,6 +32,7 @@ def gather_exactly(group, kind, dtype):
             )
 
 
+@pytest.mark.one_in(2)
 @everywhere
 @pytest.mark.parametrize("kind", SIZES)
 def test_gather_is_exact(where, kind):

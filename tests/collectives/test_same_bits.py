@@ -1,6 +1,7 @@
 """Results have the same bits on every rank and from run to run, whatever the algorithm."""
 
-import pytest
+import itertools
+
 import torch
 import torch.distributed as dist
 
@@ -37,21 +38,32 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("op", "algorithm", "rows"), CASES)
-def test_bits_are_the_same_from_run_to_run_and_on_every_rank(op, algorithm, rows):
-    for world in (2, 3):
-        first = run_ranks(results, world, op, algorithm, rows)
-        run_ranks(results, 4, op, algorithm, rows)
-        again = run_ranks(
-            results, world, op, algorithm, rows
-        )  # another world, with other connections
-        assert first[0][0][0].any()
-        for rank in range(world):
-            y, g = first[rank][0]
-            for other_y, other_g in [*first[rank], *again[rank]]:
-                assert torch.equal(other_y, y)
-                assert torch.equal(other_g, g)
-            if op in {"all_gather", "all_reduce", "broadcast"}:
-                assert torch.equal(y, first[0][0][0])
-            if op in {"all_reduce", "reduce_scatter", "reduce"}:  # gradients for all alike
-                assert torch.equal(g, first[0][0][1])
+def results_of_all():
+    return [results(*case) for case in CASES]
+
+
+def test_bits_are_the_same_from_run_to_run_and_on_every_rank():
+    first = {world: run_ranks(results_of_all, world) for world in (2, 3)}
+    run_ranks(results_of_all, 4)
+    again = {world: run_ranks(results_of_all, world) for world in (2, 3)}  # other connections
+    for world, number in itertools.product(first, range(len(CASES))):
+        check_bits(
+            [first[world][rank][number] for rank in range(world)],
+            [again[world][rank][number] for rank in range(world)],
+            CASES[number],
+        )
+
+
+def check_bits(first, again, case):
+    op = case[0]
+    first_y, first_g = first[0][0]
+    assert first_y.any(), case
+    for here, later in zip(first, again, strict=True):
+        y, g = here[0]
+        for other_y, other_g in [*here, *later]:
+            assert torch.equal(other_y, y), case
+            assert torch.equal(other_g, g), case
+        if op in {"all_gather", "all_reduce", "broadcast"}:
+            assert torch.equal(y, first_y), case
+        if op in {"all_reduce", "reduce_scatter", "reduce"}:  # gradients for all alike
+            assert torch.equal(g, first_g), case

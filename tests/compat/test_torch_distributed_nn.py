@@ -161,12 +161,14 @@ def check_program(group, module, name, op=None, *, layout="contiguous", values=T
 WHERE = ("no world", "1 rank", "3 ranks", "ranks 1 and 3 of 4")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("name", EXACT)
 def test_program_is_exact_with_its_import_line_changed(where, name):
     on(where, check_program, COMPAT, name)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", ["3 ranks", "ranks 1 and 3 of 4"])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("name", REDUCING)

@@ -52,14 +52,16 @@ def check_as_eager(fn, *inputs, backend=BACKEND, **options):
                     same(a.grad, b.grad, "the gradient")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", CALLS if EVERYTHING else tuple(CALLS)[::2])
+@pytest.mark.parametrize("name", CALLS)
 def test_in_a_graph_as_eager(rank, world, name):
     check_in_a_graph(rank, world, name)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("name", ON_THREE_RANKS if EVERYTHING else ON_THREE_RANKS[1::3])
+@pytest.mark.parametrize("name", ON_THREE_RANKS)
 def test_in_a_graph_of_three_ranks_as_eager(rank, world, name):
     check_in_a_graph(rank, world, name)
 
@@ -256,8 +258,9 @@ def test_rank_that_sends_or_gets_nothing_takes_part(rank, world):
 FINDING_SIZES = ("all_gather", "all_gather, same", "all_to_all", "gather", "permute", "shift")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("name", FINDING_SIZES if EVERYTHING else tuple(FINDING_SIZES)[::2])
+@pytest.mark.parametrize("name", FINDING_SIZES)
 def test_sizes_are_found_out_in_a_graph(rank, world, name):
     case = Through(CALLS[name], Place(rank, world))
     check_as_eager(case.function, case.values[case.mine])

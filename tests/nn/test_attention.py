@@ -48,6 +48,7 @@ def attend(group, kind, shares, causal, heads, scale):
     check_twin(run, whole, inputs, group=group)
 
 
+@pytest.mark.one_in(3)
 @both
 @everywhere
 def test_exact_everywhere(where, kind):

@@ -49,6 +49,7 @@ def exchange(group, kind, edges, wrap, dim):
     check_twin(run, whole, inputs, group=group)
 
 
+@pytest.mark.one_in(2)
 @everywhere
 def test_halo_everywhere(where):
     cases = [
@@ -130,6 +131,7 @@ def convolve(group, kind, dims, dim, options):
     assert repr(ours.to_plain()) == repr(plain)
 
 
+@pytest.mark.one_in(3)
 @everywhere
 def test_conv_everywhere(where):
     cases = [
