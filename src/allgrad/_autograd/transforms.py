@@ -20,6 +20,7 @@ from allgrad._core.torch_internals import (
     FakeTensor,
     VmapInterpreter,
     add_batch_dim,
+    any_autocast,
     below_view_tracking,
     current_interpreter,
     dual_level,
@@ -104,10 +105,9 @@ def run_map(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def _forward(pair: AdjointPair, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     """The map itself, outside autocast, which would change what it packs (test_autocast)."""
-    device = xs[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not any_autocast():
         return pair.forward(xs)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(xs[0].device.type, enabled=False):
         return pair.forward(xs)
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "FakeTensor",
     "VmapInterpreter",
     "add_batch_dim",
+    "any_autocast",
     "backend_device_types",
     "backend_for",
     "backend_timeout",
@@ -111,6 +112,10 @@ def in_backward_pass() -> bool:
     """Tell whether this thread runs a backward pass. Without it: checked mode cannot tell."""
     return bool(torch._C._current_graph_task_id() != -1)
 
+
+# Whether autocast is on for some device. Without it: torch.is_autocast_enabled(device type), which takes
+# as long as a twentieth of a small call.
+any_autocast = torch._C._is_any_autocast_enabled
 
 # A tensor of zeros without memory, which forward mode hands on; nothing can be sent of it.
 is_zero_tensor = torch.Tensor._is_zerotensor

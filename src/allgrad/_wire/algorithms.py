@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from allgrad._core.partition import even
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
     from allgrad._wire.calls import Call
 
-__all__ = ["TABLE", "Algorithm", "Cost", "Situation", "choose", "using"]
+__all__ = ["CHOSEN", "TABLE", "Algorithm", "Cost", "Situation", "choose", "keep_choice", "using"]
 
 KiB, MiB = 1024, 1024 * 1024
 # Limits in bytes.
@@ -278,7 +277,19 @@ _ADDED_BY_BACKEND = frozenset(
 )
 
 
-@lru_cache(maxsize=4096)
+# Choices made before: by operation, group, dtype, device and sizes. Making a Situation for each call
+# would take a tenth of a small one.
+CHOSEN: dict[tuple[Any, ...], Algorithm] = {}
+_MOST_CHOICES = 4096
+
+
+def keep_choice(key: tuple[Any, ...], algorithm: Algorithm) -> None:
+    """Remember the choice for the next call like it."""
+    if len(CHOSEN) >= _MOST_CHOICES:
+        CHOSEN.clear()
+    CHOSEN[key] = algorithm
+
+
 def choose(s: Situation) -> Algorithm:
     """The algorithm for a situation."""
     forced = _forced.get(s.operation)
@@ -307,10 +318,10 @@ def using(**names: str) -> Generator[None]:
                 f"algorithms.using: {operation} has no algorithm {name!r}.\nThere are {known}."
             )
         _forced[operation] = found[name]
-    choose.cache_clear()
+    CHOSEN.clear()
     try:
         yield
     finally:
         _forced.clear()
         _forced.update(before)
-        choose.cache_clear()
+        CHOSEN.clear()

@@ -20,7 +20,7 @@ from torch import Tensor
 from allgrad._core import call_queue
 from allgrad._core.torch_internals import is_zero_tensor
 from allgrad._wire import eager
-from allgrad._wire.algorithms import Situation, choose
+from allgrad._wire.algorithms import CHOSEN, Situation, choose, keep_choice
 from allgrad._wire.calls import Call, resolve
 from allgrad._wire.groups import GroupLike
 
@@ -147,18 +147,26 @@ def _dispatch(operation: _Operation, call: Call, x: Tensor, *args: Any) -> Tenso
 
 def _run(operation: _Operation, call: Call, x: Tensor, *args: Any) -> Tensor:
     """Choose an algorithm and run it."""
-    x = x.resolve_conj().resolve_neg().contiguous()
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    if not x.is_contiguous():
+        x = x.contiguous()
     if is_zero_tensor(x):
         x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    situation = Situation(
-        operation.name,
-        call.group.backends.get(x.device) or call.group.backend(x.device),
-        x.is_cpu,
-        call.size,
-        *operation.sizes(call, x, *args),
-        x.dtype in eager.CAN_ADD,
-    )
-    return choose(situation).run(call, x, *args)
+    sizes = operation.sizes(call, x, *args)
+    key = operation.name, call.group, x.dtype, x.device, *sizes
+    algorithm = CHOSEN.get(key)
+    if algorithm is None:
+        algorithm = choose(_situation(operation, call, x, sizes))
+        keep_choice(key, algorithm)
+    return algorithm.run(call, x, *args)
+
+
+def _situation(
+    operation: _Operation, call: Call, x: Tensor, sizes: tuple[int, int, bool]
+) -> Situation:
+    backend = call.group.backend(x.device)
+    return Situation(operation.name, backend, x.is_cpu, call.size, *sizes, x.dtype in eager.CAN_ADD)
 
 
 def _in_turn(
