@@ -117,7 +117,7 @@ def _described(pair: AdjointPair) -> tuple[Any, ...]:
 
 def _described_call(call: Call) -> tuple[str, str, str, str, bool]:
     """What a node keeps of a call, and whether it is the first node of it."""
-    name = "" if call.group.process_group is None else call.group.name
+    name = call.group.name
     first = call.traced == []
     if first:
         call.traced.append(name)

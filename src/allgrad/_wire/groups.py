@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from allgrad._core.torch_internals import backend_device_types, backend_for
+from allgrad._core.torch_internals import (
+    backend_device_types,
+    backend_for,
+    constant_in_graphs,
+    process_group_named,
+)
 from allgrad.errors import GroupError
 
 __all__ = [
@@ -44,20 +49,36 @@ class Group:
     The process group is held weakly: graphs and cached pairs must not keep a destroyed one alive.
     """
 
-    __slots__ = ("__weakref__", "_device_types", "_ref", "backends", "rank", "registered", "size")
+    __slots__ = (
+        "__weakref__",
+        "_device_types",
+        "_name",
+        "_ref",
+        "backends",
+        "rank",
+        "registered",
+        "size",
+    )
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        """Read rank and size once; ``None`` is a world of one."""
-        self._ref = None if process_group is None else weakref.ref(process_group)
+    def __init__(
+        self,
+        ref: weakref.ref[dist.ProcessGroup] | None,
+        rank: int = 0,
+        size: int = 1,
+        name: str = "",
+    ) -> None:
+        """A group by reference; while it is traced by name; by neither it is a world of one."""
+        self._ref, self._name = ref, name
         self._device_types: list[str] | None = None
         self.backends: dict[torch.device, Backend] = {}  # those asked for so far
         self.registered = False  # whether the store knows this process (diagnosis.register)
-        self.rank: int = 0 if process_group is None else process_group.rank()
-        self.size: int = 1 if process_group is None else process_group.size()
+        self.rank, self.size = rank, size
 
     @property
     def process_group(self) -> Any:
         """The process group; ``GroupError`` when it was destroyed."""
+        if self._name:
+            return process_group_named(self._name)
         found = None if self._ref is None else self._ref()
         if found is None and self._ref is not None:
             raise GroupError(
@@ -69,12 +90,14 @@ class Group:
     @property
     def members(self) -> list[int]:
         """The ranks of the group, numbered as in the whole world."""
+        if self._name:
+            return list(_ranks_named(self._name))
         return dist.get_process_group_ranks(self.process_group)
 
     @property
     def name(self) -> str:
-        """The group's name in torch's registry."""
-        name: str = self.process_group.group_name
+        """The group's name in torch's registry; empty for a world of one."""
+        name: str = self._name or ("" if self._ref is None else self.process_group.group_name)
         return name
 
     def backend(self, device: torch.device) -> Backend:
@@ -97,6 +120,11 @@ class Group:
         if "cpu" in self._device_types:
             return _CPU
         return device if device.type in self._device_types else torch.device(self._device_types[0])
+
+
+@constant_in_graphs
+def _ranks_named(name: str) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(process_group_named(name)))
 
 
 def _kind(process_group: Any, device: torch.device) -> Backend:
@@ -122,7 +150,7 @@ _ALONE = Group(None)
 def _group_of(ref: weakref.ref[dist.ProcessGroup]) -> Group:
     process_group = ref()
     assert process_group is not None
-    return Group(process_group)
+    return Group(ref, process_group.rank(), process_group.size())
 
 
 def find_group(call: str, group: GroupLike) -> Group:
@@ -136,7 +164,9 @@ def find_group(call: str, group: GroupLike) -> Group:
     else:
         process_group = _process_group_of(call, group)
     if torch.compiler.is_dynamo_compiling():
-        return Group(process_group)
+        # By name: what is traced may have to be made again outside the graph, as in lockstep, and
+        # TorchDynamo 2.12 cannot make a process group (test_lockstep_around_a_compiled_function).
+        return Group(None, process_group.rank(), process_group.size(), process_group.group_name)
     found = _group_of(weakref.ref(process_group))
     if found.rank < 0:
         raise _not_a_member(call)

@@ -197,7 +197,7 @@ def all_to_all_single(
 def _in_group(op: str, group: GroupLike, global_rank: int) -> tuple[Call, int]:
     """The call, and the rank within its group of the process with this global rank."""
     call = wire.resolve(op, group)
-    members = [0] if call.group.process_group is None else call.group.members
+    members = call.group.members if call.group.name else [0]
     if global_rank not in members:
         raise GroupError(
             f"{op}: global rank {global_rank!r} is not in the group.\n"

@@ -58,7 +58,7 @@ def all_gather_variable_dim(
     The original has no gradient: ``grad="none"`` gives the same.
     """
     ranks = wire.resolve("all_gather", group)
-    if ranks.group.process_group is None:
+    if not ranks.group.name:
         return all_gather(t, dim, grad=grad)
     if sizes is None:
         lengths = held_pieces(ranks, t, dim, None)[1].sizes[0]
