@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 # ---- layout of memory ------------------------------------------------------------------------
@@ -90,7 +91,7 @@ def transform_names() -> tuple[str, ...]:
     return tuple(interpreter.key().name for interpreter in stack)
 
 
-def constant_in_graphs(function: Callable[[], T]) -> Callable[[], T]:
+def constant_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
     """Have TorchDynamo call a function once instead of tracing it.
 
     What torch.compiler.assume_constant_result does, without importing TorchDynamo for every user.
