@@ -31,6 +31,8 @@ foreach_copy_ = torch._foreach_copy_
 
 __all__ = [
     "FINDS_LENGTHS_IN_TRANSFORMS",
+    "PROFILER",
+    "PROFILING",
     "FakeTensor",
     "VmapInterpreter",
     "add_batch_dim",
@@ -114,6 +116,15 @@ def in_backward_pass() -> bool:
 
 # A tensor of zeros without memory, which forward mode hands on; nothing can be sent of it.
 is_zero_tensor = torch.Tensor._is_zerotensor
+
+
+# ---- profiler --------------------------------------------------------------------------------
+# ``PROFILER[PROFILING]`` tells whether torch.profiler records. Read in every call, hence no function.
+# Without it: calls have no names of ours in its traces.
+PROFILING = "_is_profiler_enabled"
+PROFILER: dict[str, Any] = vars(torch.autograd.profiler)
+if PROFILING not in PROFILER:
+    PROFILER = {PROFILING: False}
 
 
 # ---- tensors without memory ------------------------------------------------------------------
