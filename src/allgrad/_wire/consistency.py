@@ -164,7 +164,7 @@ def _agree_first(call: Call, planned: WireCall) -> Generator[None]:
         try:
             _agree(call, mine, planned.device)
         except CollectiveMismatch as error:
-            observers.refuse(call, planned.operation, planned.root, planned.dtype, error)
+            observers.refuse(call, planned, error)
             raise
         yield
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from allgrad._wire.algorithms import Algorithm
     from allgrad._wire.calls import Call
+    from allgrad._wire.primitives import WireCall
     from allgrad._wire.recording import Recorder
 
 __all__ = ["LOGGER", "STATE", "is_observed", "refuse", "run", "start"]
@@ -89,11 +90,14 @@ def start(  # noqa: PLR0917
     return wait_and_tell
 
 
-def refuse(call: Call, operation: str, root: int, dtype: torch.dtype, error: Exception) -> None:
+def refuse(call: Call, planned: WireCall, error: Exception) -> None:
     """Tell of a call that the ranks did not agree on, so that nothing was sent."""
-    if STATE.recorder is not None:
-        event = STATE.recorder.begin(operation, "none", root, call, dtype, True, 0)
-        STATE.recorder.fail(event, error)
+    recorder, send = STATE.recorder, planned.send
+    if recorder is not None:
+        gathers = planned.operation == "all_gather"
+        elements = planned.elements + (send[call.rank] if gathers else sum(send))
+        about = planned.dtype, True, elements * planned.dtype.itemsize
+        recorder.fail(recorder.begin(planned.operation, "none", planned.root, call, *about), error)
 
 
 @contextlib.contextmanager
@@ -103,15 +107,18 @@ def _told(
     """Tell everybody who listens, before and after; the block appends the result."""
     recorder, result, event = STATE.recorder, list[Any](), 0
     backward = " backward" if call_queue.in_backward() else ""
-    about = f"{operation} by {algorithm}, {x.nbytes} bytes {x.dtype}, {_group(call)}"
+    dtype = str(x.dtype).removeprefix("torch.")
+    about = f"{operation} by {algorithm}, {x.nbytes} bytes of {dtype}, {_group(call)}"
     logs = LOGGER.isEnabledFor(logging.DEBUG)
     if logs:
         LOGGER.debug("%s%s: %s, %s", call.name, backward, about, call.site or call_site())
     began = time.monotonic()
     with contextlib.ExitStack() as scope:
         if PROFILER[PROFILING]:
-            name = f"allgrad::{call.name}{backward}"
-            scope.enter_context(torch.profiler.record_function(name, about))
+            # Two ranges: one name for all calls alike, which the profiler sums up, and in it the rest.
+            # The arguments of record_function do not get into traces.
+            for name in (f"allgrad::{call.name}{backward}", about):
+                scope.enter_context(torch.profiler.record_function(name))
         if recorder is not None:
             event = recorder.begin(operation, algorithm, root, call, x.dtype, x.is_cpu, x.nbytes)
         try:

@@ -241,7 +241,13 @@ def recorded(path: str | os.PathLike[str], *, calls: int = _DEFAULT_CALLS) -> Ge
         )
     recorder = Recorder(_directory(path), _checked_calls(calls, "calls"))
     if world_size() > 1:
-        recorder.open()
+        try:
+            recorder.open()
+        except OSError as error:
+            raise InputError(
+                f"recorded: cannot make a file of {calls} calls in {path}: {error}.\n"
+                "Give a directory that this rank may write to, with room for 36 bytes a call."
+            ) from error
     before = STATE.recorder
     _switch(recorder)
     try:

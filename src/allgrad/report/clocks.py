@@ -72,6 +72,8 @@ def _shift(
     file: RankFile, offsets: NDArray[np.int64], times: NDArray[np.int64] | None = None
 ) -> None:
     events, unfinished = file.events, file.events.end == 0
+    if not len(events):
+        return
     if times is None or len(offsets) == 1:
         by = np.full(len(events), offsets[0], np.int64)
     else:
@@ -84,7 +86,7 @@ def _shift(
     events.start += by
     events.end += by
     events.end[unfinished] = 0
-    file.closed += int(by[-1]) if file.closed and len(by) else 0
+    file.closed += int(by[-1]) if file.closed else 0
 
 
 def _bounds(

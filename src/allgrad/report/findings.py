@@ -130,9 +130,10 @@ def _hang(found: Findings) -> list[str]:
     sentences = []
     for (title, number), calls in inside.items():
         kind, since = calls[0].kind, seconds(found.ended - min(one.began for one in calls))
+        runs = any(one.state == "running" for one in calls)
         text = (
             f"{_ranks([one.rank for one in calls], 'is', 'are')} in call {number} of {title}, "
-            f"{kind.title} at {kind.site}, since {since} or longer."
+            f"{kind.title} at {kind.site}, {f'for {since}' if runs else 'which did not end'}."
         )
         group = next(one for one in found.recording.groups if one.title == title)
         came = {file.rank for one in found.matched if one.group == group for file in one.at(number)}

@@ -49,7 +49,7 @@ class Kind(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A process group, the same on all its ranks: its name, its ranks, and the how manieth it is."""
+    """A process group, the same on all its ranks; ``generation`` counts groups of its name."""
 
     name: str
     members: tuple[int, ...]
@@ -57,8 +57,11 @@ class Group(NamedTuple):
 
     @property
     def title(self) -> str:
-        again = f", {self.generation + 1}." if self.generation else ""
-        return f"group {self.name}{again}"
+        """The group as a reader knows it; no two have the same."""
+        some = ", ".join(map(str, self.members[:8])) + (", ..." if len(self.members) > 8 else "")
+        ranks = "" if self.members == tuple(range(len(self.members))) else f" (ranks {some})"
+        world = f" of world {self.generation + 1}" if self.generation else ""
+        return f"group {self.name}{ranks}{world}"
 
 
 @dataclass(slots=True)
@@ -159,8 +162,8 @@ def _load_rank(file: Path, kinds: dict[Kind, int], groups: dict[Group, int]) -> 
         table = _Table(data[end:], header["rank"], kinds, groups)
         # Unused places of the ring have no kind. Only the used part is read.
         raw: NDArray[Any] = np.frombuffer(data, _RAW, header["calls"], HEADER_BYTES)
-        used = int(np.count_nonzero(raw["kind"])) if raw["kind"][-1] == 0 else len(raw)
-        raw = raw[:used].copy()
+        used = np.flatnonzero(raw["kind"])
+        raw = raw[: used[-1] + 1 if len(used) else 0].copy()
     events = _events(raw, table)
     return RankFile(
         header["rank"], header, closed, events, _dropped(events), table.threads, table.errors

@@ -296,7 +296,8 @@ function draw() {
     if (laneHeight > 9 || at % Math.ceil(14 / laneHeight) === 0) {
       const again = at > 0 && lanes[at - 1].rank === lane.rank;
       to.fillStyle = again ? colors.dim : colors.ink;
-      to.fillText(again ? "  async" : `rank ${lane.rank}`, 0, top + laneHeight / 2);
+      const thread = lane.thread.startsWith("allgrad") ? "async" : lane.thread.slice(0, 10);
+      to.fillText(again ? "  " + thread : `rank ${lane.rank}`, 0, top + laneHeight / 2);
     }
     drawLane(to, lane, top + gap / 2, laneHeight - gap, view[0], view[1], LEFT, width);
   });
