@@ -1,11 +1,15 @@
 """What the recordings of these tests are made of: a slow rank, a mismatch, a hang."""
 
+import os
+import signal
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import allgrad as ag
+from allgrad.report.load import load
 
 SLOW, STEPS = 2, 12
 
@@ -39,10 +43,22 @@ def disagree(path):
 
 
 def hang(path):
-    """Rank 1 does not come to the last call; then all are killed."""
+    """Rank 1 does not come to the last call, and kills all when the others wait in it."""
+    pids = ag.all_gather(torch.tensor([os.getpid()]), sizes="equal").tolist()
     with ag.recorded(path):
         for _ in range(3):
             ag.all_reduce(torch.ones(2))
         if dist.get_rank() != 1:
             ag.all_gather(torch.ones(3), sizes="equal")
-        time.sleep(100)
+        while [len(rank.events) for rank in load(Path(path)).ranks] != [4, 3, 4]:
+            time.sleep(0.05)
+        kill_all(pids)
+
+
+def kill_all(pids):
+    """Stop all first: no process sees another one go."""
+    others = [pid for pid in pids if pid != os.getpid()]
+    for sign in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in others:
+            os.kill(pid, sign)
+    os.kill(os.getpid(), signal.SIGKILL)

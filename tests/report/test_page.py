@@ -63,7 +63,7 @@ def open_page(browser, tmp_path):
 def recorded(program, path):
     path.mkdir()
     try:
-        run_ranks(program, 3, str(path), timeout=3 if program is hang else 60)
+        run_ranks(program, 3, str(path))
     except RankFailed:
         assert program is hang
     return path

@@ -35,7 +35,7 @@ def slow_rank(tmp_path_factory):
 def hung(tmp_path_factory):
     path = tmp_path_factory.mktemp("hung")
     with pytest.raises(RankFailed):
-        run_ranks(hang, 3, str(path), timeout=3)
+        run_ranks(hang, 3, str(path))
     return path
 
 

@@ -52,19 +52,21 @@ def run(  # noqa: PLR0917
     operation: str, algorithm: Algorithm, root: int, call: Call, x: Tensor, args: Sequence[Any]
 ) -> Tensor:
     """Run an algorithm, and tell of it."""
+    if PROFILER[PROFILING] or (LOGGER.level and LOGGER.isEnabledFor(logging.DEBUG)):
+        with _told(operation, algorithm.name, root, call, x) as result:
+            result.append(algorithm.run(call, x, *args))
+        return result[0]
     recorder = STATE.recorder
-    if recorder is not None and not PROFILER[PROFILING] and not LOGGER.level:
-        event = recorder.begin(operation, algorithm.name, root, call, x.dtype, x.is_cpu, x.nbytes)
-        try:
-            out = algorithm.run(call, x, *args)
-        except BaseException as error:
-            recorder.fail(event, error)
-            raise
-        recorder.end(event, out.nbytes)
-        return out
-    with _told(operation, algorithm.name, root, call, x) as result:
-        result.append(algorithm.run(call, x, *args))
-    return result[0]
+    if recorder is None:
+        return algorithm.run(call, x, *args)
+    event = recorder.begin(operation, algorithm.name, root, call, x.dtype, x.is_cpu, x.nbytes)
+    try:
+        out = algorithm.run(call, x, *args)
+    except BaseException as error:
+        recorder.fail(event, error)
+        raise
+    recorder.end(event, out.nbytes)
+    return out
 
 
 def start(  # noqa: PLR0917
@@ -76,7 +78,6 @@ def start(  # noqa: PLR0917
     begin: Callable[[], Callable[[], None]],
 ) -> Callable[[], None]:
     """Start a call that is waited for later; it has ended when its wait has."""
-    telling = contextlib.ExitStack()
     with contextlib.ExitStack() as undone:
         result = undone.enter_context(_told(operation, algorithm, root, call, x))
         wait = begin()

@@ -156,7 +156,6 @@ class Recorder:
             "monotonic": time.monotonic_ns(),
             "allgrad": __version__,
             "torch": torch.__version__,
-            "directory": str(Path.cwd()),
         }
 
     def _new_kind(self, key: Any) -> _Kind:

@@ -29,9 +29,7 @@ class Counts:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.by_rank = {
-            one.rank: RankSummary(
-                one.rank, one.header["host"], one.header["process"], len(one.events)
-            )
+            one.rank: RankSummary(one.rank, one.header["host"], len(one.events))
             for one in recording.ranks
         }
         self.lateness: dict[int, list[NDArray[np.int64]]] = defaultdict(list)

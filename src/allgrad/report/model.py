@@ -18,7 +18,6 @@ class RankSummary:
 
     rank: int
     host: str
-    process: int
     calls: int
     in_calls: int = 0
     waiting: int = 0  # of that, before the last rank had started

@@ -131,7 +131,7 @@ const LEFT = 92, AXIS = 22;
 const lanes = data.lanes;
 const laneHeight = Math.max(6, Math.min(26, Math.floor(560 / Math.max(1, lanes.length))));
 const whole = [0, Math.max(1, data.span)];
-let view = [...whole], wanted = "", chosen = null, under = null, colors = {}, found = [];
+let view = [...whole], wanted = "", chosen = null, under = null, colors = {}, found = [], overview = null;
 const matching = new Set(), byCall = new Map();
 for (const lane of lanes) {
   lane.bad = new Set(lane.failed);
@@ -156,7 +156,7 @@ function firstAfter(starts, when) {
 
 function show(from, to) {
   const least = Math.min(1, whole[1]);
-  let length = Math.max(least, Math.min(whole[1], to - from));
+  const length = Math.max(least, Math.min(whole[1], to - from));
   const start = Math.max(0, Math.min(whole[1] - length, from));
   view = [start, start + length];
   draw();
@@ -270,9 +270,14 @@ function drawMap() {
   const height = row * lanes.length + 4;
   const [to, full] = prepare($("map"), height);
   const width = full - LEFT;
-  to.fillStyle = colors.lane;
-  to.fillRect(LEFT, 0, width, height);
-  lanes.forEach((lane, at) => drawLane(to, lane, 2 + at * row, Math.max(1, row - 1), ...whole, LEFT, width));
+  if (!overview) { // all calls, drawn once: zooming only moves the frame
+    to.fillStyle = colors.lane;
+    to.fillRect(LEFT, 0, width, height);
+    lanes.forEach((lane, at) => drawLane(to, lane, 2 + at * row, Math.max(1, row - 1), ...whole, LEFT, width));
+    overview = document.createElement("canvas");
+    [overview.width, overview.height] = [$("map").width, $("map").height];
+    overview.getContext("2d").drawImage($("map"), 0, 0);
+  } else to.drawImage(overview, 0, 0, full, height);
   const scale = width / (whole[1] - whole[0]);
   const from = LEFT + view[0] * scale, to_ = LEFT + view[1] * scale;
   to.fillStyle = colors.ground;
@@ -424,6 +429,7 @@ function search(words) {
   }
   found.sort((a, b) => a[0].start[a[1]] - b[0].start[b[1]]);
   $("matches").textContent = wanted ? `${count(found.length)} calls` : "";
+  overview = null;
   draw();
 }
 let next = 0;
@@ -446,10 +452,11 @@ function paint(theme) {
   }
   colors.forwardWait = style.getPropertyValue("--forward-wait").trim();
   colors.backwardWait = style.getPropertyValue("--backward-wait").trim();
+  overview = null;
   draw();
 }
 const prefersDark = window.matchMedia("(prefers-color-scheme: dark)");
 prefersDark.addEventListener("change", (event) => paint(event.matches ? "dark" : "light"));
 $("theme").onclick = () => paint(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
-window.addEventListener("resize", draw);
+window.addEventListener("resize", () => { overview = null; draw(); });
 paint(prefersDark.matches ? "dark" : "light");
