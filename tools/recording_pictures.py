@@ -32,20 +32,23 @@ def train(path: str, steps: int, ends_in_hang: bool) -> None:
     torch.set_num_threads(1)
     rows = 96 if rank == SLOW else 48
     tower = torch.nn.Linear(256, 64)
+    for _ in range(3):  # connections are made in the first calls
+        ag.all_reduce(torch.ones(1), async_op=True).wait()
+        ag.all_gather(torch.ones(rows))
     pids = ag.all_gather(torch.tensor([os.getpid()]), sizes="equal").tolist()
     with ag.recorded(path):
         for step in range(steps):
             tower.zero_grad()
             mine = tower(torch.randn(rows, 256))
-            time.sleep(0.012 if rank == SLOW else 0.004)  # the rest of a model
+            time.sleep(0.03 if rank == SLOW else 0.01)  # the rest of a model
             joined = ag.all_gather(mine)
             loss = (mine @ joined.t()).logsumexp(1).mean()
             mean = ag.all_reduce(loss.detach(), "mean", async_op=True)
             if ends_in_hang and step == steps - 1 and rank == 1:
                 time.sleep(1)
                 kill_all(pids)
-            loss.backward()
             mean.wait()
+            loss.backward()
             for gradient in [p.grad for p in tower.parameters()]:
                 ag.all_reduce(gradient, "mean", grad="none")
 

@@ -15,7 +15,7 @@ from allgrad.report.counts import Counts
 from allgrad.report.load import load
 from allgrad.report.matching import match
 from allgrad.report.model import Findings, LastCall
-from allgrad.report.units import seconds
+from allgrad.report.units import seconds, short_site
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["find"]
 
-_MANY = 0.3  # of the calls: a rank that is late so often is named
 _SKEWED = 1.5
 _MUCH = 0.05  # of the time in calls: less is not worth a note
 _NOTES = 3
@@ -104,20 +103,18 @@ def _headlines(found: Findings) -> list[tuple[str, str]]:
         odd = _ranks(one.odd, "does", "do")
         bad.append(f"Call {one.number} of {one.group} differs: {odd} another thing.")
     for rank in sorted(found.ranks, key=lambda one: -one.caused):
-        share = rank.late / rank.matched if rank.matched else 0.0
-        if share >= _MANY:
-            late = f"Rank {rank.rank} is late in {share:.0%} of calls, by {seconds(rank.lateness)}"
+        if rank.slow:
+            share = f"{rank.late / rank.matched:.0%} of calls"
+            late = f"Rank {rank.rank} is late in {share}, by {seconds(rank.lateness)}"
             bad.append(f"{late}; the others waited {seconds(rank.caused)} for it.")
-    notes = []
+    notes: list[str] = []
     all_of_them = sum(line.in_calls for line in found.lines)
     for line in found.lines:
         if line.skew >= _SKEWED and line.in_calls >= _MUCH * all_of_them:
             largest = max(line.sizes, key=lambda rank: line.sizes[rank])
-            notes.append(
-                f"{line.name} at {line.site}: the piece of rank {largest} is {line.skew:.1f} times "
-                "the mean."
-            )
-    notes = notes[:_NOTES] + found.recording.notes
+            where = f"{line.name} at {short_site(line.site)}"
+            notes.append(f"{where}: the piece of rank {largest} is {line.skew:.1f} times the mean.")
+    notes = list(dict.fromkeys(notes))[:_NOTES] + found.recording.notes
     return [("bad", sentence) for sentence in bad] + [("note", sentence) for sentence in notes]
 
 
@@ -133,7 +130,8 @@ def _hang(found: Findings) -> list[str]:
         runs = any(one.state == "running" for one in calls)
         text = (
             f"{_ranks([one.rank for one in calls], 'is', 'are')} in call {number} of {title}, "
-            f"{kind.title} at {kind.site}, {f'for {since}' if runs else 'which did not end'}."
+            f"{kind.title} at {short_site(kind.site)}, "
+            f"{f'for {since}' if runs else 'which did not end'}."
         )
         group = next(one for one in found.recording.groups if one.title == title)
         came = {file.rank for one in found.matched if one.group == group for file in one.at(number)}

@@ -204,7 +204,9 @@ class _Table:
 
 
 def _events(raw: NDArray[Any], table: _Table) -> Events:
-    raw = raw[(raw["kind"] > 0) & (raw["kind"] < len(table.kind))]
+    known = (raw["kind"] > 0) & (raw["kind"] < len(table.kind))
+    if not known.all():
+        raw = raw[known]
     start = raw["start"].astype(np.int64)
     if np.any(start[1:] < start[:-1]):  # once around the ring, or several threads
         raw = raw[np.argsort(start, kind="stable")]

@@ -26,6 +26,7 @@ class RankSummary:
     late: int = 0  # of those, late by more than noise
     matched: int = 0
     lateness: int = 0  # the median, where it was late
+    slow: bool = False  # late often, and waited for much longer than one rank of so many would be
 
 
 @dataclass(slots=True)

@@ -48,11 +48,13 @@ def _asset(name: str) -> str:
 
 def _data(found: Findings, shown: Shown) -> dict[str, Any]:
     recording = found.recording
+    # A call that did not end gets room to be seen.
+    room = 1.05 if any(not one.ended for one in found.last_calls) else 1.0
     return {
         "path": str(recording.path.absolute()),
         "summary": summary(found),
         "headlines": found.headlines,
-        "span": (found.ended - found.began) / 1e3,
+        "span": (found.ended - found.began) / 1e3 * room,
         "hangs": found.hangs,
         "shown": [shown.events, shown.total],
         "kinds": [_kind(kind) for kind in recording.kinds],
@@ -69,6 +71,7 @@ def _data(found: Findings, shown: Shown) -> dict[str, Any]:
                 "last": one.last / one.matched if one.matched else 0,
                 "late": one.late / one.matched if one.matched else 0,
                 "by": one.lateness / 1e3,
+                "slow": one.slow,
             }
             for one in found.ranks
         ],

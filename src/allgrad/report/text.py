@@ -41,18 +41,18 @@ def summary(found: Findings) -> str:
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=f"\n{title}", box=None, pad_edge=False, header_style="dim")
+    table.collapse_padding = True
     table.title_justify, table.title_style = "left", "bold"
     for column in columns:
         right = column.startswith(">")
         table.add_column(column.removeprefix(">"), justify="right" if right else "left")
-        table.columns[-1].no_wrap = column not in {"line", "algorithm", ""}
-        table.columns[-1].overflow = "fold"
+        table.columns[-1].no_wrap = column not in {"call", ""}
     return table
 
 
 def _ranks(found: Findings) -> Table:
     columns = ("rank", "host", ">calls", ">in calls", ">waits", ">last", ">late by", ">others wait")
-    table = _table("Ranks: how long each waits, and how long the others wait for it", *columns)
+    table = _table("Ranks: who waits, and who is waited for", *columns)
     for one in found.ranks:
         share = one.waiting / one.in_calls if one.in_calls else 0.0
         last = one.last / one.matched if one.matched else 0.0

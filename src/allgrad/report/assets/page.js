@@ -96,7 +96,7 @@ const caused = Math.max(0, ...data.ranks.map((one) => one.caused));
 table("ranks", "Ranks", "A call waits for the last rank to start it. Late: last by more than 100 us.",
   ["rank", "host", ">calls", ">in calls", ">of that waiting", ">last to start", ">late", ">by (median)", ">others waited for it"],
   data.ranks.map((one) => ({
-    bad: one.late >= 0.3 ? [6, 7] : [],
+    bad: one.slow ? [6, 7] : [],
     cells: [String(one.rank), one.host, count(one.calls), time(one.in), share(one.waits, one.in),
       percent(one.last), percent(one.late), one.late ? time(one.by) : "", share(one.caused, caused, time(one.caused))],
   })));
