@@ -109,9 +109,12 @@ transform_names = constant_in_graphs(transform_names)
 below_view_tracking = torch._C._AutoDispatchBelowADInplaceOrView
 
 
+_graph_task = torch._C._current_graph_task_id
+
+
 def in_backward_pass() -> bool:
     """Tell whether this thread runs a backward pass. Without it: checked mode cannot tell."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(_graph_task() != -1)
 
 
 # A tensor of zeros without memory, which forward mode hands on; nothing can be sent of it.

@@ -96,10 +96,10 @@ class Recorder:
         nbytes: int,
     ) -> int:
         """Write the beginning of a call; the result stands for it in ``end`` and ``fail``."""
-        backward = call_queue.in_backward()
-        thread = threading.get_ident()
-        about = operation, algorithm, root, dtype, on_host, backward, thread
-        key = (call.group, call.name, call.site, about)
+        key = (
+            *(call.group, call.name, call.site, operation, algorithm, root, dtype, on_host),
+            *(call_queue.in_backward(), threading.get_ident()),
+        )
         kind = self._kinds.get(key) or self._new_kind(key)
         at = HEADER_BYTES + next(self._slots) % self.calls * EVENT_BYTES
         high, low = nbytes >> 32, nbytes & 0xFFFFFFFF
@@ -159,8 +159,7 @@ class Recorder:
         }
 
     def _new_kind(self, key: Any) -> _Kind:
-        group, name, site, about = key
-        operation, algorithm, root, dtype, on_host, backward, thread = about
+        group, name, site, operation, algorithm, root, dtype, on_host, backward, thread = key
         with self._lock:
             if key in self._kinds:
                 return self._kinds[key]
