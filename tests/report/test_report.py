@@ -54,7 +54,7 @@ def test_the_rank_that_all_waited_for_is_named(slow_rank):
     assert backward
     assert {one.waited_for for one in backward if one.waited > 10e6} == {SLOW}
     assert found.ranks[SLOW].late >= STEPS - 2
-    assert found.ranks[SLOW].lateness > 1e6
+    assert found.ranks[SLOW].lateness > 3e6
     assert not found.hangs
     assert not found.mismatches
     assert f"Rank {SLOW} is late in" in shown(found)

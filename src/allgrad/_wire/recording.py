@@ -97,8 +97,16 @@ class Recorder:
     ) -> int:
         """Write the beginning of a call; the result stands for it in ``end`` and ``fail``."""
         key = (
-            *(call.group, call.name, call.site, operation, algorithm, root, dtype, on_host),
-            *(call_queue.in_backward(), threading.get_ident()),
+            call.group,
+            call.name,
+            call.site,
+            operation,
+            algorithm,
+            root,
+            dtype,
+            on_host,
+            call_queue.in_backward(),
+            threading.get_ident(),
         )
         kind = self._kinds.get(key) or self._new_kind(key)
         at = HEADER_BYTES + next(self._slots) % self.calls * EVENT_BYTES

@@ -125,7 +125,7 @@ class Counts:
     def ranks(self) -> list[RankSummary]:
         for rank, found in self.lateness.items():
             lateness = np.concatenate(found)
-            self.by_rank[rank].lateness = int(np.median(lateness)) if len(lateness) else 0
+            self.by_rank[rank].lateness = int(lateness.mean()) if len(lateness) else 0
         fair = sum(one.caused for one in self.by_rank.values()) / max(1, len(self.by_rank))
         for one in self.by_rank.values():
             one.slow = one.late >= _OFTEN * max(1, one.matched) and one.caused > _MORE * fair

@@ -25,7 +25,7 @@ class RankSummary:
     last: int = 0  # calls that it was the last to start
     late: int = 0  # of those, late by more than noise
     matched: int = 0
-    lateness: int = 0  # the median, where it was late
+    lateness: int = 0  # the mean, where it was late
     slow: bool = False  # late often, and waited for much longer than one rank of so many would be
 
 

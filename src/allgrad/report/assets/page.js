@@ -94,7 +94,7 @@ for (const one of data.mismatches) {
 }
 const caused = Math.max(0, ...data.ranks.map((one) => one.caused));
 table("ranks", "Ranks", "A call waits for the last rank to start it. Late: last by more than 100 us.",
-  ["rank", "host", ">calls", ">in calls", ">of that waiting", ">last to start", ">late", ">by (median)", ">others waited for it"],
+  ["rank", "host", ">calls", ">in calls", ">of that waiting", ">last to start", ">late", ">by (mean)", ">others waited for it"],
   data.ranks.map((one) => ({
     bad: one.slow ? [6, 7] : [],
     cells: [String(one.rank), one.host, count(one.calls), time(one.in), share(one.waits, one.in),
