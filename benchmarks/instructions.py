@@ -26,6 +26,7 @@ from torch.distributed.nn import functional as nn
 
 import allgrad as ag
 from allgrad._core.torch_internals import functional_collectives
+from allgrad._wire import recording
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +41,16 @@ def implementations() -> dict[str, Callable[[], object]]:
         dist.all_reduce(out)
         return out
 
+    recorder = recording.Recorder(Path(tempfile.mkdtemp()), calls=1 << 12)
+
+    def recorded(call: Callable[[], object]) -> Callable[[], object]:
+        def run() -> None:
+            recording._switch(recorder)
+            call()
+            recording._switch(None)
+
+        return run
+
     def with_backward(call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(call(x), x, g)
 
@@ -49,6 +60,7 @@ def implementations() -> dict[str, Callable[[], object]]:
         "allgrad all_reduce": lambda: ag.all_reduce(x),
         "allgrad all_reduce, no gradient": lambda: ag.all_reduce(g, grad="none"),
         "allgrad all_gather, equal": lambda: ag.all_gather(x, sizes="equal"),
+        "allgrad all_reduce, recorded": recorded(lambda: ag.all_reduce(x)),
         "nn all_reduce": lambda: nn.all_reduce(x),
         "functional all_reduce": lambda: functional.all_reduce(x, "sum", dist.group.WORLD).wait(),
         "allgrad all_reduce, forward and backward": with_backward(ag.all_reduce),

@@ -5,6 +5,7 @@ from allgrad._autograd.lockstep import lockstep
 from allgrad._core.version import __version__
 from allgrad._wire.consistency import checked
 from allgrad._wire.deadline import deadline
+from allgrad._wire.recording import recorded
 from allgrad.collectives.all_gather import all_gather, gather_sizes, reduce_scatter, split
 from allgrad.collectives.all_reduce import all_reduce, share
 from allgrad.collectives.all_to_all import all_to_all
@@ -26,6 +27,7 @@ __all__ = [
     "gather_sizes",
     "lockstep",
     "permute",
+    "recorded",
     "reduce",
     "reduce_scatter",
     "scan",

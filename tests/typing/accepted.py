@@ -59,7 +59,12 @@ def lengths(x: Tensor) -> list[int]:
 
 def safety(x: Tensor) -> None:
     try:
-        with ag.lockstep() as step, ag.checked(), ag.deadline(30):
+        with (
+            ag.lockstep() as step,
+            ag.checked(),
+            ag.deadline(30),
+            ag.recorded("recording", calls=100),
+        ):
             loss = ag.all_reduce(x).sum()
         step.backward(loss)
     except ag.errors.RankLost:

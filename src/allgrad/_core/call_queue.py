@@ -30,8 +30,15 @@ class _Queue:
         self.pending = 0
 
 
+class _Thread(threading.local):
+    """What this thread is: the defaults hold for every thread but the queue's."""
+
+    in_queue = False
+    in_backward = False
+
+
 QUEUE = _Queue()
-_HERE = threading.local()
+_HERE = _Thread()
 
 
 def start(call: Callable[[], T]) -> Future[T]:
@@ -57,7 +64,7 @@ def start(call: Callable[[], T]) -> Future[T]:
 
 def is_free() -> bool:
     """Tell whether a call may run here and now: none is pending, or this is the queue's thread."""
-    return not QUEUE.pending or getattr(_HERE, "in_queue", False)
+    return not QUEUE.pending or _HERE.in_queue
 
 
 def in_turn(call: Callable[[], T]) -> T:
@@ -67,6 +74,4 @@ def in_turn(call: Callable[[], T]) -> T:
 
 def in_backward() -> bool:
     """Tell whether this call belongs to a backward, wherever it runs."""
-    if getattr(_HERE, "in_queue", False):
-        return bool(_HERE.in_backward)
-    return in_backward_pass()
+    return _HERE.in_backward if _HERE.in_queue else in_backward_pass()

@@ -32,6 +32,8 @@ foreach_copy_ = torch._foreach_copy_
 
 __all__ = [
     "FINDS_LENGTHS_IN_TRANSFORMS",
+    "PROFILER",
+    "PROFILING",
     "FakeTensor",
     "VmapInterpreter",
     "add_batch_dim",
@@ -109,9 +111,12 @@ transform_names = constant_in_graphs(transform_names)
 below_view_tracking = torch._C._AutoDispatchBelowADInplaceOrView
 
 
+_graph_task = torch._C._current_graph_task_id
+
+
 def in_backward_pass() -> bool:
     """Tell whether this thread runs a backward pass. Without it: checked mode cannot tell."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(_graph_task() != -1)
 
 
 # Whether autocast is on for some device. Without it: torch.is_autocast_enabled(device type), which takes
@@ -120,6 +125,15 @@ any_autocast = torch._C._is_any_autocast_enabled
 
 # A tensor of zeros without memory, which forward mode hands on; nothing can be sent of it.
 is_zero_tensor = torch.Tensor._is_zerotensor
+
+
+# ---- profiler --------------------------------------------------------------------------------
+# ``PROFILER[PROFILING]`` tells whether torch.profiler records. Read in every call, hence no function.
+# Without it: calls have no names of ours in its traces.
+PROFILING = "_is_profiler_enabled"
+PROFILER: dict[str, Any] = vars(torch.autograd.profiler)
+if PROFILING not in PROFILER:
+    PROFILER = {PROFILING: False}
 
 
 # ---- tensors without memory ------------------------------------------------------------------

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import weakref
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +22,7 @@ from allgrad._core.torch_internals import constant_in_graphs, process_group_name
 from allgrad._wire.groups import Group, GroupLike, find_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
     from types import FrameType
 
     from torch import Tensor
@@ -32,6 +33,7 @@ __all__ = [
     "describe_calls",
     "describe_shapes",
     "group_key",
+    "locate_calls",
     "of_graph",
     "resolve",
     "shapes_of_graph",
@@ -51,7 +53,7 @@ class Call(NamedTuple):
     traced: Any = None  # in a graph: a list, empty until the first node of the call is made
 
 
-_describing = 0
+_describing = _locating = 0
 _serials: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
 
 
@@ -61,15 +63,24 @@ def describe_calls(wanted: bool) -> None:
     _describing += 1 if wanted else -1
 
 
-def group_key(group: GroupLike) -> weakref.ref[dist.ProcessGroup] | None:
-    """A hashable key of a process group, valid as long as it lives; ``None`` for anything else.
+def locate_calls(wanted: bool) -> None:
+    """Ask for the source lines of calls alone, or no longer. They cost a microsecond a call."""
+    global _locating  # noqa: PLW0603
+    _locating += 1 if wanted else -1
 
-    Also ``None`` while calls are described or traced: then each call is resolved anew.
+
+def group_key(group: GroupLike) -> Hashable:
+    """A key of a process group, valid as long as it lives; ``None`` for anything else.
+
+    Also ``None`` while calls are described or traced: then each call is resolved anew. While they
+    are located, calls from different lines have different keys: a ``Call`` has one line.
     """
-    if _describing or torch.compiler.is_dynamo_compiling():
+    # In this order TorchDynamo guards on neither state: a graph is not compiled again for it.
+    if torch.compiler.is_dynamo_compiling() or _describing:
         return None
     found = dist.group.WORLD if group is None else group
-    return weakref.ref(found) if isinstance(found, dist.ProcessGroup) else None
+    key = weakref.ref(found) if isinstance(found, dist.ProcessGroup) else None
+    return key if key is None or not _locating else (key, call_site())
 
 
 def resolve(name: str, group: GroupLike, details: Callable[[], str] | None = None) -> Call:
@@ -82,7 +93,7 @@ def resolve(name: str, group: GroupLike, details: Callable[[], str] | None = Non
         described = "" if details is None else details()
         return Call(found, found.rank, found.size, name, described, traced_site(), 0, [])
     if not _describing:
-        return Call(found, found.rank, found.size, name)
+        return Call(found, found.rank, found.size, name, "", call_site() if _locating else "")
     described = "" if details is None else details()
     serial = _serials[found] = _serials.get(found, 0) + 1
     return Call(found, found.rank, found.size, name, described, call_site(), serial)
@@ -97,7 +108,7 @@ def of_graph(  # noqa: PLR0917
     """
     found = find_group(name, process_group_named(group)) if group else find_group(name, None)
     if not _describing:
-        return Call(found, found.rank, found.size, name)
+        return Call(found, found.rank, found.size, name, "", site)
     for free_dim in _SHAPES_OF_GRAPH.findall(details):
         shapes = describe_shapes(xs, int(free_dim) if free_dim else None)
         details = details.replace(shapes_of_graph(free_dim), shapes)
@@ -126,6 +137,7 @@ def describe_shapes(xs: Sequence[Tensor], free_dim: int | None = None) -> str:
 
 
 _OWN_FILES = str(Path(__file__).parent.parent) + os.sep
+_COMMANDS = _OWN_FILES + "cli" + os.sep  # programs of users, as it were
 _TORCH_FILES = str(Path(torch.__file__).parent) + os.sep
 
 
@@ -135,9 +147,14 @@ def call_site() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if _is_users(file):
-            return f"{file}:{frame.f_lineno}"
+            return _site(file, frame.f_lineno)
         frame = frame.f_back
     return "an unknown line"
+
+
+@lru_cache(maxsize=4096)
+def _site(file: str, line: int) -> str:
+    return f"{file}:{line}"
 
 
 @constant_in_graphs
@@ -149,6 +166,9 @@ def traced_site() -> str:
     return call_site()
 
 
+@lru_cache(maxsize=4096)
 def _is_users(file: str) -> bool:
+    if file.startswith(_COMMANDS):
+        return True
     # The watcher of a call is entered through contextlib.
     return not file.startswith((_OWN_FILES, _TORCH_FILES, "<")) and file != contextlib.__file__

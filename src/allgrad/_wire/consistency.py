@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from allgrad._core import call_queue
-from allgrad._wire import diagnosis, eager
+from allgrad._wire import diagnosis, eager, observers
 from allgrad._wire import primitives as wire
 from allgrad._wire.calls import call_site, describe_calls
 from allgrad._wire.codec import DTYPES, Reader, Writer
@@ -161,7 +161,11 @@ def _agree_first(call: Call, planned: WireCall) -> Generator[None]:
             tuple(planned.send),
             tuple(planned.receive),
         )
-        _agree(call, mine, planned.device)
+        try:
+            _agree(call, mine, planned.device)
+        except CollectiveMismatch as error:
+            observers.refuse(call, planned, error)
+            raise
         yield
 
 

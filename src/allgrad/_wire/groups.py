@@ -26,6 +26,7 @@ __all__ = [
     "ReduceOpLike",
     "find_group",
     "world_rank",
+    "world_size",
     "world_store",
 ]
 
@@ -212,3 +213,8 @@ def world_store() -> Any:
 def world_rank() -> int:
     """The rank of this process in the whole world."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many ranks the whole world has."""
+    return dist.get_world_size() if dist.is_initialized() else 1

@@ -11,6 +11,7 @@ ranks in checked mode, and then runs the algorithm that ``algorithms`` chooses.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,11 +19,12 @@ import torch
 from torch import Tensor
 
 from allgrad._core import call_queue
-from allgrad._core.torch_internals import is_zero_tensor
-from allgrad._wire import eager
+from allgrad._core.torch_internals import PROFILER, PROFILING, is_zero_tensor
+from allgrad._wire import eager, observers
 from allgrad._wire.algorithms import CHOSEN, Situation, choose, keep_choice
 from allgrad._wire.calls import Call, resolve
 from allgrad._wire.groups import GroupLike
+from allgrad._wire.observers import LOGGER, STATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -127,9 +129,21 @@ def overwrite(call: Call, x: Tensor, src: int) -> Callable[[], None]:
     What ``x`` held is gone, except on ``src``.
     """
     if _watcher is None and call_queue.is_free():
-        return eager.start_overwriting(call, x, src)
-    _in_turn(_BROADCAST, call, lambda: eager.overwrite(call, x, src), x, src)
+        return _start_overwriting(call, x, src)
+
+    def run() -> Tensor:
+        _start_overwriting(call, x, src)()
+        return x
+
+    _in_turn(_BROADCAST, call, run, x, src)
     return lambda: None
+
+
+def _start_overwriting(call: Call, x: Tensor, src: int) -> Callable[[], None]:
+    if not observers.is_observed() or call.size == 1:
+        return eager.start_overwriting(call, x, src)
+    begin = partial(eager.start_overwriting, call, x, src)
+    return observers.start("broadcast", "backend", src, call, x, begin)
 
 
 def _dispatch(operation: _Operation, call: Call, x: Tensor, *args: Any) -> Tensor:
@@ -159,7 +173,10 @@ def _run(operation: _Operation, call: Call, x: Tensor, *args: Any) -> Tensor:
     if algorithm is None:
         algorithm = choose(_situation(operation, call, x, sizes))
         keep_choice(key, algorithm)
-    return algorithm.run(call, x, *args)
+    if STATE.recorder is None and not PROFILER[PROFILING] and not LOGGER.level:
+        return algorithm.run(call, x, *args)
+    root = args[0] if operation.rooted else -1
+    return observers.run(operation.name, algorithm, root, call, x, args)
 
 
 def _situation(

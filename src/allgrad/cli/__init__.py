@@ -1,4 +1,4 @@
-"""The command ``allgrad``: demo and bench.
+"""The command ``allgrad``: demo, bench and report.
 
 Imports everything below; needs ``allgrad[cli,testing]``.
 """

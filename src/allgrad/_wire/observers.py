@@ -1,0 +1,145 @@
+"""Who is told of each wire call: the recording, torch.profiler, and the logger ``allgrad``.
+
+``primitives`` asks in every call whether anybody listens; only then a call comes through here. The
+logger counts as listening when its own level is set, so that a program that logs everything at the
+root is not flooded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from allgrad._core import call_queue
+from allgrad._core.torch_internals import PROFILER, PROFILING
+from allgrad._wire.calls import call_site
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from torch import Tensor
+
+    from allgrad._wire.algorithms import Algorithm
+    from allgrad._wire.calls import Call
+    from allgrad._wire.primitives import WireCall
+    from allgrad._wire.recording import Recorder
+
+__all__ = ["LOGGER", "STATE", "is_observed", "refuse", "run", "start"]
+
+LOGGER = logging.getLogger("allgrad")
+
+
+class _State:
+    """The recording in force."""
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+
+
+STATE = _State()
+
+
+def is_observed() -> bool:
+    """Tell whether anybody listens."""
+    return STATE.recorder is not None or bool(PROFILER[PROFILING]) or LOGGER.level > 0
+
+
+def run(  # noqa: PLR0917
+    operation: str, algorithm: Algorithm, root: int, call: Call, x: Tensor, args: Sequence[Any]
+) -> Tensor:
+    """Run an algorithm, and tell of it."""
+    if PROFILER[PROFILING] or (LOGGER.level and LOGGER.isEnabledFor(logging.DEBUG)):
+        with _told(operation, algorithm.name, root, call, x) as result:
+            result.append(algorithm.run(call, x, *args))
+        return result[0]
+    recorder = STATE.recorder
+    if recorder is None:
+        return algorithm.run(call, x, *args)
+    event = recorder.begin(operation, algorithm.name, root, call, x.dtype, x.is_cpu, x.nbytes)
+    try:
+        out = algorithm.run(call, x, *args)
+    except BaseException as error:
+        recorder.fail(event, error)
+        raise
+    recorder.end(event, out.nbytes)
+    return out
+
+
+def start(  # noqa: PLR0917
+    operation: str,
+    algorithm: str,
+    root: int,
+    call: Call,
+    x: Tensor,
+    begin: Callable[[], Callable[[], None]],
+) -> Callable[[], None]:
+    """Start a call that is waited for later; it has ended when its wait has."""
+    with contextlib.ExitStack() as undone:
+        result = undone.enter_context(_told(operation, algorithm, root, call, x))
+        wait = begin()
+        telling = undone.pop_all()
+
+    def wait_and_tell() -> None:
+        with telling:
+            wait()
+            result.append(x)
+
+    return wait_and_tell
+
+
+def refuse(call: Call, planned: WireCall, error: Exception) -> None:
+    """Tell of a call that the ranks did not agree on, so that nothing was sent."""
+    recorder, send = STATE.recorder, planned.send
+    if recorder is not None:
+        gathers = planned.operation == "all_gather"
+        elements = planned.elements + (send[call.rank] if gathers else sum(send))
+        about = planned.dtype, True, elements * planned.dtype.itemsize
+        recorder.fail(recorder.begin(planned.operation, "none", planned.root, call, *about), error)
+
+
+@contextlib.contextmanager
+def _told(
+    operation: str, algorithm: str, root: int, call: Call, x: Tensor
+) -> Generator[list[Tensor]]:
+    """Tell everybody who listens, before and after; the block appends the result."""
+    recorder, result, event = STATE.recorder, list[Any](), 0
+    backward = " backward" if call_queue.in_backward() else ""
+    dtype = str(x.dtype).removeprefix("torch.")
+    about = f"{operation} by {algorithm}, {x.nbytes} bytes of {dtype}, {_group(call)}"
+    logs = LOGGER.isEnabledFor(logging.DEBUG)
+    if logs:
+        LOGGER.debug("%s%s: %s, %s", call.name, backward, about, call.site or call_site())
+    began = time.monotonic()
+    with contextlib.ExitStack() as scope:
+        if PROFILER[PROFILING]:
+            # Two ranges: one name for all calls alike, which the profiler sums up, and in it the rest.
+            # The arguments of record_function do not get into traces.
+            for name in (f"allgrad::{call.name}{backward}", about):
+                scope.enter_context(torch.profiler.record_function(name))
+        if recorder is not None:
+            event = recorder.begin(operation, algorithm, root, call, x.dtype, x.is_cpu, x.nbytes)
+        try:
+            yield result
+        except BaseException as error:
+            if recorder is not None:
+                recorder.fail(event, error)
+            if logs:
+                took = time.monotonic() - began
+                LOGGER.debug("%s%s: %s", call.name, backward, _failed(error, took))
+            raise
+        if recorder is not None:
+            recorder.end(event, result[0].nbytes)
+    if logs:
+        LOGGER.debug("%s%s: %.3f ms", call.name, backward, (time.monotonic() - began) * 1e3)
+
+
+def _group(call: Call) -> str:
+    return f"rank {call.rank} of {call.size} in group {call.group.name}"
+
+
+def _failed(error: BaseException, seconds: float) -> str:
+    return f"{type(error).__name__} after {seconds * 1e3:.3f} ms"

@@ -1,0 +1,128 @@
+"""Findings on a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from allgrad.report.units import nbytes, seconds, short_site
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from allgrad.report.model import Findings, Mismatch
+
+__all__ = ["summary", "text"]
+
+_LINES = 12
+
+
+def text(found: Findings) -> RenderableType:
+    """Everything, the most important first."""
+    parts: list[RenderableType] = [Text(summary(found))]
+    for level, sentence in found.headlines:
+        parts.append(Text(f"  {sentence}", "bold red" if level == "bad" else "yellow"))
+    parts += [_mismatch(one) for one in found.mismatches]
+    if found.hangs:
+        parts.append(_last_calls(found))
+    parts += [_ranks(found), _lines(found), _slowest(found)]
+    return Group(*parts)
+
+
+def summary(found: Findings) -> str:
+    """One line about the whole recording."""
+    recording = found.recording
+    calls = f"{recording.total:,} calls of {len(recording.ranks)} ranks"
+    return f"{calls} in {seconds(found.ended - found.began)}. {recording.clocks}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=f"\n{title}", box=None, pad_edge=False, header_style="dim")
+    table.collapse_padding = True
+    table.title_justify, table.title_style = "left", "bold"
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(column.removeprefix(">"), justify="right" if right else "left")
+        table.columns[-1].no_wrap = column not in {"call", ""}
+    return table
+
+
+def _ranks(found: Findings) -> Table:
+    columns = ("rank", "host", ">calls", ">in calls", ">waits", ">last", ">late by", ">others wait")
+    table = _table("Ranks: who waits, and who is waited for", *columns)
+    for one in found.ranks:
+        share = one.waiting / one.in_calls if one.in_calls else 0.0
+        last = one.last / one.matched if one.matched else 0.0
+        table.add_row(
+            str(one.rank),
+            one.host,
+            f"{one.calls:,}",
+            seconds(one.in_calls),
+            f"{share:.0%}",
+            f"{last:.0%}",
+            seconds(one.lateness) if one.late else "",
+            seconds(one.caused),
+        )
+    return table
+
+
+def _lines(found: Findings) -> Table:
+    columns = ("call", "line", ">calls", ">bytes", ">time", ">waits", "algorithm", ">skew")
+    table = _table("Lines of the program, by time in calls of all ranks", *columns)
+    for line in found.lines[:_LINES]:
+        share = line.waiting / line.in_calls if line.in_calls else 0.0
+        table.add_row(
+            line.name + (" backward" if line.backward else ""),
+            short_site(line.site),
+            f"{line.calls:,}",
+            nbytes(line.nbytes),
+            seconds(line.in_calls),
+            f"{share:.0%}",
+            ", ".join(sorted(line.algorithms, key=lambda name: -line.algorithms[name])),
+            f"{line.skew:.2f}",
+        )
+    if len(found.lines) > _LINES:
+        table.caption = f"and {len(found.lines) - _LINES} more"
+    return table
+
+
+def _slowest(found: Findings) -> Table:
+    columns = ("call", "line", ">number", ">at", ">took", ">waited", "for")
+    table = _table("The slowest calls", *columns)
+    for one in found.slowest:
+        table.add_row(
+            one.kind.title,
+            short_site(one.kind.site),
+            f"{one.number:,}",
+            seconds(one.began - found.began),
+            seconds(one.took),
+            seconds(one.waited),
+            f"rank {one.waited_for}" if one.waited else "",
+        )
+    return table
+
+
+def _last_calls(found: Findings) -> Table:
+    table = _table("The last call of each rank", "rank", "call", "line", ">number", ">began", "")
+    for one in found.last_calls:
+        ended = "has not ended" if not one.ended else one.error or "ended"
+        table.add_row(
+            str(one.rank),
+            one.kind.title,
+            short_site(one.kind.site),
+            f"{one.number:,}",
+            f"{seconds(found.ended - one.began)} ago",
+            Text(ended, "" if one.ended else "bold red"),
+        )
+    return table
+
+
+def _mismatch(one: Mismatch) -> Table:
+    title = f"Call {one.number} of {one.group}: what each rank did"
+    table = _table(title, "rank", "call")
+    for rank, words in one.by_rank.items():
+        table.add_row(str(rank), Text(words, "bold red" if rank in one.odd else ""))
+    return table

@@ -1,0 +1,230 @@
+"""A recording tells who was waited for, what differs and what hangs; as text, page and trace."""
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from allgrad._wire.recording import CLOSED_AT, HEADER_BYTES, MAGIC
+from allgrad.errors import InputError
+from allgrad.report.findings import find
+from allgrad.report.load import load
+from allgrad.report.text import text
+from allgrad.report.trace import write_trace
+from allgrad.testing import RankFailed, run_ranks
+from report.programs import SLOW, STEPS, disagree, hang, train
+
+
+@pytest.fixture(scope="module")
+def slow_rank(tmp_path_factory):
+    path = tmp_path_factory.mktemp("slow")
+    run_ranks(train, 3, str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hung")
+    with pytest.raises(RankFailed):
+        run_ranks(hang, 3, str(path))
+    return path
+
+
+def shown(found):
+    console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
+    console.print(text(found))
+    return console.export_text()
+
+
+def test_the_rank_that_all_waited_for_is_named(slow_rank):
+    found = find(slow_rank)
+    by_caused = sorted(found.ranks, key=lambda rank: -rank.caused)
+    assert by_caused[0].rank == SLOW
+    assert by_caused[0].caused > 2 * STEPS * 12e6  # two ranks wait for 15 ms in every step
+    backward = [one for one in found.slowest if one.kind.backward]
+    assert backward
+    assert {one.waited_for for one in backward if one.waited > 10e6} == {SLOW}
+    assert found.ranks[SLOW].late >= STEPS - 2
+    assert found.ranks[SLOW].lateness > 3e6
+    assert not found.hangs
+    assert not found.mismatches
+    assert f"Rank {SLOW} is late in" in shown(found)
+
+
+def test_bytes_sizes_and_algorithms_by_line(slow_rank):
+    lines = {(line.name, line.backward): line for line in find(slow_rank).lines}
+    gathered, scattered = lines["all_gather", False], lines["all_gather", True]
+    for line in (gathered, scattered):
+        assert line.calls == STEPS
+        assert line.sizes == {0: 4000, 1: 4000, 2: 16000}
+        assert line.skew == pytest.approx(2.0)
+        assert Path(line.site).name.startswith("programs.py:")
+        assert line.algorithms == {"star": 3 * STEPS}
+    assert gathered.nbytes == STEPS * 24000
+    assert scattered.nbytes == STEPS * 3 * 24000
+    assert lines["all_reduce", False].skew == 1.0
+
+
+def test_a_mismatch_is_shown_by_rank(tmp_path):
+    assert run_ranks(disagree, 3, str(tmp_path)) == [True] * 3
+    found = find(tmp_path)
+    (mismatch,) = found.mismatches
+    assert mismatch.number == 1
+    assert mismatch.odd == [1]
+    assert [words.partition(":")[0] for words in mismatch.by_rank.values()] == [
+        "all_gather",
+        "all_reduce",
+        "all_gather",
+    ]
+    assert "Call 1 of group 0 differs: Rank 1 does another thing." in shown(found)
+
+
+def test_a_hang_names_the_call_and_who_has_not_come(hung):
+    found = find(hung)
+    assert found.hangs
+    assert [bool(one.ended) for one in found.last_calls] == [False, True, False]
+    assert [one.state for one in found.last_calls] == ["gone"] * 3
+    level, sentence = found.headlines[0]
+    assert level == "bad"
+    assert re.search(
+        r"Ranks 0, 2 are in call 3 of group 0, all_gather at .*programs.py:\d+", sentence
+    )
+    assert sentence.endswith("Rank 1 has not come.")
+    assert "has not ended" in shown(found)
+
+
+def test_an_empty_directory_is_named(tmp_path):
+    with pytest.raises(InputError, match="There is no recording"):
+        find(tmp_path)
+
+
+def shifted(file, out, by, wall):
+    """The same file as another host would have written it: another clock, set wrong by ``wall``."""
+    raw = bytearray(file.read_bytes())
+    header = json.loads(raw[len(MAGIC) : CLOSED_AT].rstrip(b"\0"))
+    header |= {"boot": "elsewhere", "host": "elsewhere", "wall": header["wall"] + wall}
+    header["monotonic"] += by
+    words = MAGIC + json.dumps(header).encode()
+    raw[:CLOSED_AT] = words + b"\0" * (CLOSED_AT - len(words))
+    for at in range(HEADER_BYTES, HEADER_BYTES + header["calls"] * 36, 36):
+        start, end, *_, kind = struct.unpack_from("<QQIHHIII", raw, at)
+        if kind:
+            struct.pack_into("<QQ", raw, at, start + by, end + by)
+    out.write_bytes(raw)
+
+
+def test_clocks_of_hosts_are_aligned_by_their_calls(slow_rank, tmp_path):
+    for rank in (0, 2):
+        source = slow_rank / f"rank-{rank}.allgrad"
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    name = "rank-1.allgrad"
+    shifted(slow_rank / name, tmp_path / name, by=-(10**12), wall=700 * 10**6)
+    expected, found = find(slow_rank), find(tmp_path)
+    assert "2 hosts" in found.recording.clocks
+    true = expected.recording.rank(1).events
+    aligned = found.recording.rank(1).events
+    assert 0 < found.recording.precision < 20e6
+    assert np.abs(aligned.start - true.start).max() <= found.recording.precision
+    assert np.abs(aligned.end - true.end).max() <= found.recording.precision
+    assert max(found.ranks, key=lambda rank: rank.caused).rank == SLOW
+
+
+def test_the_trace_has_a_slice_for_each_call_and_arrows_between_ranks(slow_rank, hung, tmp_path):
+    found = find(slow_rank)
+    write_trace(found, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    by_phase = Counter(event["ph"] for event in events)
+    assert by_phase["X"] == found.recording.total
+    assert by_phase["s"] == by_phase["f"] > STEPS
+    slices = [event for event in events if event["ph"] == "X"]
+    arrows = {event["id"]: event for event in events if event["ph"] == "s"}
+    for end in (event for event in events if event["ph"] == "f"):
+        begin = arrows[end["id"]]
+        assert begin["pid"] != end["pid"]
+        for one in (begin, end):  # an arrow is bound to the slice that it lies in
+            assert any(
+                (s["pid"], s["tid"]) == (one["pid"], one["tid"])
+                and s["ts"] <= one["ts"] <= s["ts"] + s["dur"]
+                for s in slices
+            )
+    write_trace(find(hung), tmp_path / "hung.json")
+    events = json.loads((tmp_path / "hung.json").read_text())["traceEvents"]
+    assert sorted(e["pid"] for e in events if e["ph"] == "B") == [0, 2]
+
+
+def test_the_command_writes_what_is_asked_for(slow_rank, tmp_path):
+    page, trace = tmp_path / "report.html", tmp_path / "trace.json"
+    command = [sys.executable, "-m", "allgrad", "report"]
+    done = subprocess.run(
+        [*command, str(slow_rank), "-o", str(page), "--trace", str(trace)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    assert str(page) in done.stdout.replace("\n", "")
+    html = page.read_text()
+    assert "Content-Security-Policy" in html
+    assert f"Rank {SLOW} is late in" in html
+    assert not re.findall(r"(?:src|href)=\"(?!data:)", html)
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+EVENT = np.dtype(
+    [
+        *(("start", "<u8"), ("end", "<u8"), ("out", "<u4"), ("out_high", "<u2")),
+        *(("in_high", "<u2"), ("in", "<u4"), ("number", "<u4"), ("kind", "<u4")),
+    ]
+)
+
+
+def enlarge(file, out, calls):
+    """The same recording with so many calls: the first thousands of it again and again."""
+    raw = file.read_bytes()
+    header = json.loads(raw[len(MAGIC) : CLOSED_AT].rstrip(b"\0"))
+    ring = np.frombuffer(raw, EVENT, header["calls"], HEADER_BYTES)
+    own = ring[ring["kind"] > 0]
+    events = np.tile(own, calls // len(own) + 1)[:calls]
+    span = int(own["end"].max() - own["start"].min()) + 10**6
+    later = np.arange(calls) // len(own) * span
+    events["start"] += later.astype(np.uint64)
+    events["end"] += later.astype(np.uint64)
+    events["number"] = np.arange(calls)
+    table = raw[HEADER_BYTES + header["calls"] * EVENT.itemsize :]
+    words = MAGIC + json.dumps(header | {"calls": calls}).encode()
+    closed = raw[CLOSED_AT:HEADER_BYTES]
+    out.write_bytes(words.ljust(CLOSED_AT, b"\0") + closed + events.tobytes() + table)
+    return out.stat().st_size
+
+
+@pytest.mark.skipif(not os.environ.get("ALLGRAD_ALL"), reason="takes a minute: ALLGRAD_ALL=1")
+@pytest.mark.timeout(300)
+def test_a_million_calls_take_seconds_and_a_small_page(slow_rank, tmp_path):
+    recorded = tmp_path / "recorded"
+    recorded.mkdir()
+    for file in sorted(slow_rank.glob("rank-*")):
+        assert enlarge(file, recorded / file.name, 1_000_000) <= 40 * 1_000_000
+    page, out = tmp_path / "report.html", tmp_path / "time"
+    command = [sys.executable, "-m", "allgrad", "report", str(recorded), "-o", str(page)]
+    measure = "import resource, subprocess, sys; subprocess.run(sys.argv[2:], check=True); "
+    measure += "used = resource.getrusage(resource.RUSAGE_CHILDREN); "
+    measure += "open(sys.argv[1], 'w').write(f'{used.ru_maxrss / 1024} {used.ru_utime}')"
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", measure, str(out), *command], check=True, timeout=200)
+    took = time.monotonic() - began
+    memory, processor = map(float, out.read_text().split())
+    figures = f"{took:.1f} s ({processor:.1f} s of processor), {memory:.0f} MiB"
+    assert min(took, processor) < 20, figures
+    assert memory < 500, figures
+    assert page.stat().st_size < 10e6
+    assert json.loads(re.search(r'"shown":(\[.*?\])', page.read_text())[1])[1] == 3_000_000
+    assert load(recorded).total == 3_000_000
