@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Agreement", "CallSpec", "agree", "require"]
 
-_ERRORS = (InputError, TensorError, PieceMismatch, SizesError)
+_ERRORS: tuple[type[InputError] | None, ...] = (
+    *(None, InputError, TensorError),
+    *(PieceMismatch, SizesError),
+)
 _MAX_SAME, _MAX_COUNTS = 8, 8
 _ROW_WORDS = 6 + _MAX_SAME + _MAX_COUNTS
 _DIGEST_BYTES = 7
@@ -62,14 +65,14 @@ class _Row(NamedTuple):
     def encode(self) -> list[int]:
         message = Writer("loss")
         message.number(self.name)
-        message.choice(self.error, (None, *_ERRORS))
+        message.choice(self.error, _ERRORS)
         message.number(len(self.same), *self.same, len(self.counts), *self.counts)
         return message.padded(_ROW_WORDS)
 
     @staticmethod
     def decode(words: Sequence[int], sender: int) -> _Row:
         message = Reader(words, "loss", sender)
-        name, error = message.number(), message.choice((None, *_ERRORS))
+        name, error = message.number(), message.choice(_ERRORS)
         same = message.numbers(message.number(0, _MAX_SAME))
         return _Row(name, error, same, message.numbers(message.number(0, _MAX_COUNTS)))
 

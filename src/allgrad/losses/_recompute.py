@@ -65,10 +65,11 @@ class _Recomputed(torch.autograd.Function):
         return None, *(next(found) if n else None for n in needed)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         inputs = ctx.saved_tensors
         moved = tuple(
-            torch.zeros_like(x) if t is None else t for x, t in zip(inputs, tangents, strict=True)
+            torch.zeros_like(x) if t is None else t
+            for x, t in zip(inputs, tangents[1:], strict=True)  # the first is of the function
         )
         # Forward mode does not nest. The gradient is linear in the cotangents, and the derivative
         # by them is the forward one.
@@ -80,11 +81,9 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any,
-        in_dims: tuple[Any, ...],
-        function: Callable[..., tuple[Tensor, ...]],
-        *inputs: Tensor,
+        info: Any, in_dims: tuple[Any, ...], *args: Any
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        function, *inputs = args
         mapped = torch.func.vmap(function, in_dims=in_dims[1:], randomness=info.randomness)
         found = _recomputed_tuple(mapped, inputs)
         return found, (0,) * len(found)

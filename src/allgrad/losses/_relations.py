@@ -30,12 +30,9 @@ class Queries:
     limit: Tensor | None = None  # a negative above it is a false one
 
     def chunks(self) -> list[tuple[Queries, Tensor]]:
-        size = TILE[0]
-        parts = [
-            [None] * max(1, -(-len(self.features) // size)) if x is None else x.split(size)
-            for x in (self.ids, self.own, self.limit)
-        ]
-        made = zip(self.features.split(size), *parts, strict=True)
+        features = self.features.split(TILE[0])
+        parts = [_split(x, TILE[0], len(features)) for x in (self.ids, self.own, self.limit)]
+        made = zip(features, *parts, strict=True)
         return [(Queries(x, ids, own, limit), x) for x, ids, own, limit in made]
 
 
@@ -50,14 +47,11 @@ class Keys:
     filled: Tensor | None = None  # which keys of a queue count
 
     def chunks(self) -> list[tuple[Keys, tuple[Tensor, ...]]]:
-        size = TILE[1]
-        parts = [
-            [None] * max(1, -(-len(self.features) // size)) if x is None else x.split(size)
-            for x in (self.ids, self.weights, self.filled)
-        ]
-        made = []
+        features = self.features.split(TILE[1])
+        parts = [_split(x, TILE[1], len(features)) for x in (self.ids, self.weights, self.filled)]
+        made: list[tuple[Keys, tuple[Tensor, ...]]] = []
         first = self.first
-        for x, ids, weights, filled in zip(self.features.split(size), *parts, strict=True):
+        for x, ids, weights, filled in zip(features, *parts, strict=True):
             chunk = Keys(x, ids, first, weights, filled)
             made.append((chunk, (x,) if weights is None else (x, weights)))
             first += len(x)
@@ -139,6 +133,13 @@ def score_rows(  # noqa: PLR0917
     limited = relation.limited(rows, columns)
     chunks = [chunk for keys in columns for chunk in keys.chunks()]
     return row_losses(kind, limited.chunks(), chunks, terms, *shared)
+
+
+def _split(x: Tensor | None, size: int, count: int) -> Sequence[Tensor | None]:
+    if x is None:
+        return [None] * count
+    found: tuple[Tensor, ...] = x.split(size)
+    return found
 
 
 def _wide(x: Tensor) -> torch.dtype:
