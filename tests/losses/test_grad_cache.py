@@ -5,6 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
@@ -193,6 +195,87 @@ def test_ranks_outside_the_group_take_no_part(rank, world):
     for p in model.parameters():
         p.grad = ag.all_reduce(p.grad, group=group)
     same_gradients(model, alone)
+
+
+class Normed(Towers):
+    """With statistics that move in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4).double()
+
+    def forward(self, pair):
+        image, text, scale = super().forward(pair)
+        return self.norm(image), text, scale
+
+
+@pytest.mark.ranks(2)
+def test_statistics_of_batch_norm_move_once(rank, world):
+    """Also on a rank that encodes a micro-batch again because another one has more."""
+    batches = pairs(((3, 2, 4), (5,))[rank], rank)
+    plain, model = Normed(), Normed()
+    for batch in batches:
+        plain(batch)
+    grad_cache_step(model, batches, clip_loss)
+    assert model.norm.num_batches_tracked.item() == len(batches)
+    torch.testing.assert_close(model.norm.running_mean, plain.norm.running_mean, **NEAR)
+    torch.testing.assert_close(model.norm.running_var, plain.norm.running_var, **NEAR)
+
+
+@pytest.mark.ranks(3)
+def test_unequal_numbers_of_micro_batches_under_fsdp(rank, world):
+    alone = Towers()
+    want = reference.clip(*alone(joined([b for r in range(world) for b in pairs(COUNTS[r], r)])))
+    want.backward()
+    model = Towers()
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in (model.image, model.text):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    torch.manual_seed(rank)
+    got = grad_cache_step(model, pairs(COUNTS[rank], rank), clip_loss)
+    after = torch.rand(1)
+    torch.manual_seed(rank)
+    assert torch.equal(torch.rand(1), after)  # an encoding without a trace draws no numbers
+    torch.testing.assert_close(got, want.detach(), **NEAR)
+    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(
+            p.grad.full_tensor(), q.grad, **NEAR, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.ranks(2)
+def test_gradients_accumulate_over_steps_and_are_synchronised_in_the_last(rank, world):
+    alone = Towers()
+    counts = ((3, 2), (4,))
+    for step in range(2):
+        everything = [b for r in range(world) for b in pairs(counts[r], r + 2 * step)]
+        reference.clip(*alone(joined(everything))).backward()
+    model = Towers()
+    wrapped = DistributedDataParallel(model)
+    with wrapped.no_sync():
+        grad_cache_step(wrapped, pairs(counts[rank], rank), clip_loss)
+    grad_cache_step(wrapped, pairs(counts[rank], rank + 2), clip_loss)
+    same_gradients(model, alone)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_scalars_may_be_named(named):
+    """Single rows and a scale of shape (1,) cannot be told apart otherwise."""
+
+    class Shaped(Towers):
+        def forward(self, pair):
+            image, text, scale = super().forward(pair)
+            out = image, text, scale.reshape(1)
+            return dict(zip(("image", "text", "scale"), out, strict=True)) if named else out
+
+    plain, model = Towers(), Shaped()
+    clip_loss(*plain(joined(pairs((1, 1, 1), 0)))).backward()
+    which = ["scale"] if named else [2]
+    grad_cache_step(model, pairs((1, 1, 1), 0), clip_loss, scalars=which)
+    same_gradients(model, plain)
+    with pytest.raises(InputError, match="no output 'bias'"):
+        grad_cache_step(model, pairs((1, 1), 0), clip_loss, scalars=["bias"])
 
 
 def test_no_micro_batch_is_refused():

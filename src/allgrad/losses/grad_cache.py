@@ -6,15 +6,13 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from allgrad.collectives.all_gather import gather_sizes
 from allgrad.errors import InputError, rank_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import nn
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from allgrad.types import GroupLike
 
@@ -30,6 +28,7 @@ def grad_cache_step(
     loss: Callable[..., Tensor],
     *,
     models: Sequence[nn.Module] = (),
+    scalars: Collection[int | str] | None = None,
     backward: Callable[[Tensor], object] = Tensor.backward,
     group: GroupLike = None,
 ) -> Tensor:
@@ -41,32 +40,42 @@ def grad_cache_step(
 
     ``encode`` returns a tensor, or a tuple, list or dict of tensors, which become the arguments of
     ``loss``. Embeddings are joined along dim 0. Scalars such as a learned scale are taken from the
-    last micro-batch: tensors without dimensions, or of one element where the embeddings have another
-    number of rows. Random numbers are replayed, so that step 3 has the same dropout as step 1. Layers
-    that depend on the whole batch, such as batch norm, see single micro-batches.
+    last micro-batch: ``scalars`` tells which outputs they are, by position or name. If None, they are
+    tensors without dimensions, or of one element where the embeddings have another number of rows.
 
-    ``models`` are the DDP modules that ``encode`` calls (``encode`` itself is recognised): their
-    gradients are synchronised once, in the last micro-batch. Ranks may have different numbers of
-    micro-batches of any sizes, but each needs at least one, which may be empty. ``group`` is the
-    group of the loss; its ranks first exchange their numbers of micro-batches, so that a rank
+    ``models`` are the modules that ``encode`` calls (``encode`` itself is recognised). DDP modules
+    synchronise their gradients once, in the last micro-batch. Buffers are set back before step 3, so
+    that the statistics of batch norm move once, and random numbers are replayed, so that step 3 has
+    the same dropout as step 1. Layers that depend on the whole batch, such as batch norm, see single
+    micro-batches.
+
+    Ranks may have different numbers of micro-batches of any sizes, but each needs at least one, which
+    may be empty. A rank with fewer than others encodes its last one again, with a gradient of zero
+    and without a trace, so that every rank runs the collectives of FSDP equally often. ``group`` is
+    the group of the loss; its ranks first exchange their numbers of micro-batches, so that a rank
     without any raises on all.
 
     ``backward`` runs the backward of step 2; with a gradient scaler it is
     ``lambda loss: scaler.scale(loss).backward()``. Gradients are added to ``.grad``. The loss is
     returned without a graph.
 
-    Cost: one more forward of the encoder, and one size exchange.
+    Cost: one more forward of the encoder, one copy of the buffers, and one size exchange.
     """
-    _require_micro_batches(len(micro_batches), group)
-    wrapped = [m for m in (encode, *models) if hasattr(m, "no_sync")]
+    extra = _most_micro_batches(len(micro_batches), group) - len(micro_batches)
+    called = (encode, *models)
+    wrapped = [m for m in called if hasattr(m, "no_sync")]
+    buffers = _Buffers([m for m in called if isinstance(m, nn.Module)])
     devices = _devices()
     states, outputs = [], []
     with torch.no_grad(), _no_sync(wrapped):
         for batch in micro_batches:
             states.append(_random_state(devices))
             outputs.append(_Output(encode(batch)))
+        with torch.random.fork_rng(devices):
+            for _ in range(extra):
+                encode(micro_batches[-1])
 
-    is_scalar = _find_scalars(outputs)
+    is_scalar = _find_scalars(outputs) if scalars is None else _named_scalars(outputs[0], scalars)
     joined = _join(outputs, is_scalar)
     value = joined.call(loss)
     backward(value)
@@ -74,6 +83,13 @@ def grad_cache_step(
 
     last = len(micro_batches) - 1
     with torch.random.fork_rng(devices):
+        # Not at the end: gradients are synchronised there, on all ranks in the same pass.
+        with _no_sync(wrapped):
+            for _ in range(extra):
+                buffers.restore()
+                none = [None if g is None else torch.zeros_like(g) for g in gradients[last]]
+                _Output(encode(micro_batches[-1])).backward(none)
+        buffers.restore()
         for number, batch in enumerate(micro_batches):
             with _no_sync(wrapped if number < last else []):
                 _set_random_state(devices, states[number])
@@ -82,12 +98,13 @@ def grad_cache_step(
     return value.detach()
 
 
-def _require_micro_batches(count: int, group: GroupLike) -> None:
+def _most_micro_batches(count: int, group: GroupLike) -> int:
+    """The largest number of micro-batches of any rank."""
     # An NCCL group cannot carry CPU tensors.
     device = "cuda" if torch.cuda.is_initialized() else "cpu"
     counts: tuple[int, ...] = gather_sizes(torch.empty(count, 0, device=device), group=group)
     if all(counts):
-        return
+        return max(counts)
     raise InputError(
         rank_table(
             "grad_cache_step: each rank needs a micro-batch.",
@@ -96,6 +113,23 @@ def _require_micro_batches(count: int, group: GroupLike) -> None:
             "Give each rank at least one; it may be empty.",
         )
     )
+
+
+class _Buffers:
+    """The buffers of modules as they were."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.kept = [
+            (owner, name, buffer, buffer.detach().clone())
+            for module in modules
+            for owner in module.modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for owner, name, buffer, value in self.kept:
+            setattr(owner, name, buffer.copy_(value))
 
 
 class _Output:
@@ -136,6 +170,17 @@ def _find_scalars(outputs: Sequence[_Output]) -> list[bool]:
         all(x.dim() == 0 or (x.numel() == 1 and other_rows) for x in tensors)
         for tensors in zip(*(output.tensors for output in outputs), strict=True)
     ]
+
+
+def _named_scalars(output: _Output, scalars: Collection[int | str]) -> list[bool]:
+    names = range(len(output.tensors)) if output.names is None else output.names
+    unknown = [name for name in scalars if name not in names]
+    if unknown:
+        raise InputError(
+            f"grad_cache_step: there is no output {unknown[0]!r}.\n"
+            f"Give scalars= some of {list(names)}."
+        )
+    return [name in scalars for name in names]
 
 
 def _join(outputs: Sequence[_Output], is_scalar: Sequence[bool]) -> _Output:

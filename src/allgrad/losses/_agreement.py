@@ -1,0 +1,179 @@
+"""One small message before a loss: the ranks' counts, and a mistake of one rank raised on every rank.
+
+Each rank checks its own arguments, then sends what the others must know: whether it found a
+mistake, digests of what must be the same on every rank, and its counts. Only if something is wrong
+do the ranks exchange texts too, so that all of them raise the same error with the same table.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from allgrad._wire.calls import resolve
+from allgrad._wire.codec import Reader, Writer, dtype_name
+from allgrad.collectives.all_gather import all_gather
+from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError, rank_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from allgrad.types import GroupLike
+
+__all__ = ["Agreement", "CallSpec", "agree", "require"]
+
+_ERRORS: tuple[type[InputError] | None, ...] = (
+    *(None, InputError, TensorError),
+    *(PieceMismatch, SizesError),
+)
+_MAX_SAME, _MAX_COUNTS = 8, 8
+_ROW_WORDS = 6 + _MAX_SAME + _MAX_COUNTS
+_DIGEST_BYTES = 7
+_MOST_TEXT = 600
+
+
+class CallSpec(NamedTuple):
+    """What a rank tells about its call."""
+
+    same: Mapping[str, object]  # what must be the same on every rank, by name
+    counts: tuple[int, ...]  # what may differ
+
+
+class Agreement(NamedTuple):
+    """What every rank knows afterwards."""
+
+    rank: int
+    counts: tuple[tuple[int, ...], ...]  # by rank
+
+    def column(self, number: int) -> tuple[int, ...]:
+        """One of the counts, by rank."""
+        return tuple(row[number] for row in self.counts)
+
+
+class _Row(NamedTuple):
+    """The message of one rank."""
+
+    name: int
+    error: type[InputError] | None
+    same: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    def encode(self) -> list[int]:
+        message = Writer("loss")
+        message.number(self.name)
+        message.choice(self.error, _ERRORS)
+        message.number(len(self.same), *self.same, len(self.counts), *self.counts)
+        return message.padded(_ROW_WORDS)
+
+    @staticmethod
+    def decode(words: Sequence[int], sender: int) -> _Row:
+        message = Reader(words, "loss", sender)
+        name, error = message.number(), message.choice(_ERRORS)
+        same = message.numbers(message.number(0, _MAX_SAME))
+        return _Row(name, error, same, message.numbers(message.number(0, _MAX_COUNTS)))
+
+
+def require(condition: object, error: type[InputError], rule: str, advice: str) -> None:
+    """Raise unless a rule about this rank's own arguments holds."""
+    if not condition:
+        raise error(f"{rule}\n{advice}")
+
+
+def agree(
+    name: str, arguments: Mapping[str, object], check: Callable[[], CallSpec], group: GroupLike
+) -> Agreement:
+    """Exchange the counts of all ranks; raise on every rank if one of them made a mistake.
+
+    ``check`` raises an ``InputError`` of two lines, the rule and what to do, if this rank's
+    arguments are wrong. ``arguments`` are shown in error messages.
+    """
+    call = resolve(name, group)
+    problem: InputError | None = None
+    spec = CallSpec({}, ())
+    try:
+        spec = check()
+    except InputError as found:
+        problem = found
+    shown = ", ".join(f"{key} {_describe(x)}" for key, x in arguments.items() if x is not None)
+    if call.size == 1:
+        if problem is not None:
+            raise type(problem)(f"{name}: {_with_row(problem, shown)}")
+        return Agreement(0, (spec.counts,))
+    kind = None if problem is None else _known(type(problem))
+    own = _Row(_digest(name), kind, tuple(map(_digest, spec.same.values())), spec.counts)
+    devices = (_device(x) for x in arguments.values())
+    device = next((found for found in devices if found is not None), torch.device("cpu"))
+    row = torch.tensor([own.encode()], dtype=torch.int64, device=device)
+    words = all_gather(row, sizes="equal", group=group, grad="none").tolist()
+    rows = [_Row.decode(one, sender) for sender, one in enumerate(words)]
+    if any(row.error or row[:3] != rows[0][:3] for row in rows):
+        texts = _exchange_texts(f"{problem or chr(10)}\n{shown}", group, device)
+        raise _error(name, rows, texts, list(spec.same))
+    return Agreement(call.rank, tuple(row.counts for row in rows))
+
+
+def _error(
+    name: str, rows: Sequence[_Row], texts: Sequence[list[str]], labels: Sequence[str]
+) -> InputError:
+    shown = [text[2] for text in texts]
+    wrong = {rank: texts[rank][0] for rank, row in enumerate(rows) if row.error}
+    if wrong:
+        first = min(wrong)
+        kind = rows[first].error or InputError
+        return kind(rank_table(f"{name}: {texts[first][0]}", shown, wrong, texts[first][1]))
+    columns = [
+        ([row.name for row in rows], "call the same loss", "another loss"),
+        ([len(row.same) for row in rows], "call the same loss", "another loss"),
+    ]
+    columns += [
+        ([row.same[i] if i < len(row.same) else 0 for row in rows], f"have the same {label}", label)
+        for i, label in enumerate(labels)
+    ]
+    for values, rule, label in columns:
+        ((usual, _),) = Counter(values).most_common(1)
+        odd = {rank: f"other {label}" for rank, value in enumerate(values) if value != usual}
+        if odd:
+            advice = f"Let every rank {rule}."
+            return PieceMismatch(rank_table(f"{name}: all ranks must {rule}.", shown, odd, advice))
+    raise AssertionError("the rows are the same")
+
+
+def _exchange_texts(text: str, group: GroupLike, device: torch.device) -> list[list[str]]:
+    """Rule, advice and arguments of each rank; the first two are empty where nothing is wrong."""
+    raw = text.encode(errors="replace")[:_MOST_TEXT].ljust(_MOST_TEXT)
+    row = torch.tensor([list(raw)], dtype=torch.uint8, device=device)
+    rows = all_gather(row, sizes="equal", group=group, grad="none").tolist()
+    texts = [bytes(one).decode(errors="replace").rstrip() for one in rows]
+    return [[*text.split("\n", 2), "", ""][:3] for text in texts]
+
+
+def _with_row(problem: InputError, shown: str) -> str:
+    rule, _, advice = str(problem).partition("\n")
+    return f"{rule}\n  here: {shown}\n{advice}"
+
+
+def _known(kind: type[InputError]) -> type[InputError]:
+    return kind if kind in _ERRORS else InputError
+
+
+def _digest(value: object) -> int:
+    raw = blake2b(repr(value).encode(), digest_size=_DIGEST_BYTES).digest()
+    return int.from_bytes(raw, "little")
+
+
+def _device(x: object) -> torch.device | None:
+    if isinstance(x, (list, tuple)) and x:
+        x = x[0]
+    return x.device if isinstance(x, Tensor) else None
+
+
+def _describe(x: object) -> str:
+    if isinstance(x, Tensor):
+        return f"{tuple(x.shape)} {dtype_name(x.dtype)}"
+    if isinstance(x, (list, tuple)):
+        return f"list of {len(x)}"
+    return f"{x}" if isinstance(x, (int, float)) else type(x).__name__

@@ -1,0 +1,102 @@
+"""A term of the loss for each row of scores, from chunks of rows and columns that are not kept.
+
+For a chunk of rows and a chunk of columns three numbers are added up for each row, over columns:
+
+    softmax    logsumexp of positives and negatives   weighted sum of positive scores   weight
+    sigmoid    -log sigmoid(-score) of negatives      the same of positives, weighted   weight
+
+The numbers of all column chunks are combined, and give the row's loss. The scores of a chunk are
+computed again in backward.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from allgrad.collectives.all_reduce import all_reduce
+from allgrad.losses._recompute import recomputed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from allgrad.losses._arguments import GradReduction
+    from allgrad.types import GroupLike
+
+__all__ = ["Activation", "global_mean", "row_losses", "terms_of"]
+
+Activation: TypeAlias = Literal["softmax", "sigmoid"]
+R = TypeVar("R")
+C = TypeVar("C")
+
+# Finite, unlike -inf, so that a row with no score at all has a derivative.
+MASKED = -1e30
+
+
+def terms_of(
+    kind: Activation, scores: Tensor, positive: Tensor, negative: Tensor, weights: Tensor | None
+) -> Tensor:
+    """The three numbers of each row, (3, rows)."""
+    weight = positive.to(scores.dtype)
+    if weights is not None:
+        weight = weight * weights
+    if kind == "softmax":
+        among = torch.where(positive | negative, scores, MASKED)
+        sums = [among.logsumexp(1), (weight * scores).sum(1)]
+    else:
+        sums = [
+            torch.where(negative, -logsigmoid(-scores), 0).sum(1),
+            (weight * -logsigmoid(scores)).sum(1),
+        ]
+    return torch.stack([*sums, weight.sum(1)])
+
+
+def row_losses(
+    kind: Activation,
+    rows: Sequence[tuple[R, Tensor]],
+    columns: Sequence[tuple[C, tuple[Tensor, ...]]],
+    terms: Callable[..., Tensor],
+    *shared: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Each row's loss, and whether it has a positive.
+
+    ``terms(row, column, tensor of the row chunk, *tensors of the column chunk, *shared)`` gives the
+    three numbers of a row chunk. There is at least one chunk of each, which may be empty, so that a
+    rank without rows takes part in backward too.
+    """
+    found = []
+    for row, x in rows:
+        parts = [recomputed(partial(terms, row, column), x, *ys, *shared) for column, ys in columns]
+        first, positive, weight = torch.stack(parts, 1)
+        found.append((_combine(kind, first), positive.sum(0), weight.sum(0)))
+    first, positive, weight = (torch.cat(one) for one in zip(*found, strict=True))
+    has_positive = weight > 0
+    positive = torch.where(has_positive, positive / torch.where(has_positive, weight, 1), 0)
+    if kind == "softmax":
+        return torch.where(has_positive, first - positive, 0), has_positive
+    return first + positive, has_positive
+
+
+def _combine(kind: Activation, by_chunk: Tensor) -> Tensor:
+    return by_chunk.logsumexp(0) if kind == "softmax" else by_chunk.sum(0)
+
+
+def global_mean(
+    losses: Tensor,
+    counted: Tensor,
+    weights: Tensor | None,
+    grad_reduction: GradReduction,
+    group: GroupLike,
+) -> Tensor:
+    """The weighted mean over the rows of all ranks that count."""
+    weight = counted.to(losses.dtype)
+    if weights is not None:
+        weight = weight * weights
+    sums = torch.stack([(weight * losses).sum(), weight.sum()])
+    grad: Literal["sum", "same"] = "sum" if grad_reduction == "mean" else "same"
+    total, weight = all_reduce(sums, group=group, grad=grad)
+    return total / weight

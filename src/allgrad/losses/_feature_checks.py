@@ -1,0 +1,96 @@
+"""Checks of one rank's features, ids, weights and numbers, before the ranks compare them."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from allgrad.errors import InputError, PieceMismatch, TensorError
+from allgrad.losses._agreement import require
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["check_features", "check_number", "check_per_row", "check_reduction", "number"]
+
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_WHOLE = (torch.int64, torch.int32)
+
+
+def check_features(features: Mapping[str, Tensor | None]) -> None:
+    """Features are (rows, width), all with one dtype and width; those that are None are optional."""
+    given = {name: x for name, x in features.items() if x is not None}
+    for name, x in given.items():
+        require(
+            isinstance(x, Tensor) and x.dtype in _FLOATING and x.dim() == 2,
+            TensorError,
+            f"{name} is not a floating-point tensor with one vector in each row.",
+            "Give it as (rows, width) in float32, bfloat16, float16 or float64.",
+        )
+    first, *others = given.values()
+    for name, x in zip(list(given)[1:], others, strict=True):
+        require(
+            x.shape[1] == first.shape[1],
+            PieceMismatch,
+            f"{name} has another width than {next(iter(given))}.",
+            "Project all features to the same width.",
+        )
+        require(
+            x.dtype == first.dtype,
+            PieceMismatch,
+            f"{name} has another dtype than {next(iter(given))}.",
+            "Cast all features to one dtype before the call.",
+        )
+
+
+def check_per_row(name: str, x: Tensor | None, rows: str, count: int, *, whole: bool) -> None:
+    """One id (a whole number) or one weight for each row."""
+    if x is None:
+        return
+    require(
+        isinstance(x, Tensor) and x.dtype in (_WHOLE if whole else _FLOATING) and x.dim() == 1,
+        TensorError,
+        f"{name} is not a vector of {'whole numbers' if whole else 'floating-point numbers'}.",
+        f"Give one for each row of {rows}.",
+    )
+    require(
+        len(x) == count,
+        PieceMismatch,
+        f"{name} has {len(x)} entries for {count} rows of {rows}.",
+        f"Give one for each row of {rows}.",
+    )
+
+
+def check_number(name: str, x: Tensor | float | None) -> None:
+    """A scale or a bias is a single finite number."""
+    if x is None:
+        return
+    if isinstance(x, Tensor):
+        good = x.dtype in _FLOATING and x.numel() == 1 and bool(x.isfinite().all())
+    else:
+        good = isinstance(x, Real) and math.isfinite(x)
+    require(
+        good,
+        InputError,
+        f"{name} is not a single finite number.",
+        "Give a finite number, or a floating-point tensor of one element.",
+    )
+
+
+def check_reduction(grad_reduction: str) -> None:
+    require(
+        grad_reduction in {"mean", "sum"},
+        InputError,
+        f"there is no grad_reduction={grad_reduction!r}.",
+        'Use "mean" if gradients are averaged over ranks after backward (DDP, FSDP), "sum" if '
+        "they are summed.",
+    )
+
+
+def number(x: Tensor | float) -> Tensor:
+    """Float64, so that a Python float is not rounded before it multiplies float64 features."""
+    return x if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)

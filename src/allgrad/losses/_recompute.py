@@ -1,0 +1,110 @@
+"""Functions whose intermediate tensors are computed again in backward instead of being kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from allgrad._core.torch_internals import functorch_active
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["recomputed"]
+
+
+def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """``function(*inputs)``, of which only the inputs are kept for backward.
+
+    Backward is a function of the inputs and the incoming gradient, which is recomputed in the same
+    way. So derivatives of any order need the intermediate tensors of one call at a time. The
+    function takes floating-point tensors, must not communicate, and runs without autocast.
+    """
+    (result,) = _recomputed_tuple(lambda *xs: (function(*xs),), inputs)
+    return result
+
+
+def _recomputed_tuple(
+    function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = _Recomputed.apply(function, *inputs)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            return function(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004
+        ctx.function, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, function = ctx.saved_tensors, ctx.function
+        needed = ctx.needs_input_grad[1:]
+
+        def pulled_back(*tensors: Tensor) -> tuple[Tensor, ...]:
+            xs, cotangents = tensors[: len(inputs)], tensors[len(inputs) :]
+
+            def by_needed(*moved: Tensor) -> tuple[Tensor, ...]:
+                rest = iter(moved)
+                merged = (next(rest) if n else x for x, n in zip(xs, needed, strict=True))
+                return function(*merged)
+
+            moved = [x for x, n in zip(xs, needed, strict=True) if n]
+            return _vjp(by_needed, moved, cotangents)
+
+        found = iter(_recomputed_tuple(pulled_back, [*inputs, *gradients]))
+        return None, *(next(found) if n else None for n in needed)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        inputs = ctx.saved_tensors
+        moved = tuple(
+            torch.zeros_like(x) if t is None else t
+            for x, t in zip(inputs, tangents[1:], strict=True)  # the first is of the function
+        )
+        # Forward mode does not nest. The gradient is linear in the cotangents, and the derivative
+        # by them is the forward one.
+        value, pull = torch.func.vjp(ctx.function, *inputs)
+        zeros = tuple(torch.zeros_like(y) for y in value)
+        _, push = torch.func.vjp(lambda *cotangents: pull(cotangents), *zeros)
+        found: tuple[Tensor, ...] = push(moved)
+        return found
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], *args: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        function, *inputs = args
+        mapped = torch.func.vmap(function, in_dims=in_dims[1:], randomness=info.randomness)
+        found = _recomputed_tuple(mapped, inputs)
+        return found, (0,) * len(found)
+
+
+def _vjp(
+    function: Callable[..., tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    if functorch_active():
+        found: tuple[Tensor, ...] = torch.func.vjp(function, *inputs)[1](tuple(cotangents))
+        return found
+    # Torch's vjp refuses to run inside hooks for saved tensors, such as save_on_cpu.
+    graph = torch.is_grad_enabled()  # when this function is itself being differentiated
+    with torch.enable_grad():
+        leaves = [
+            x.view_as(x) if graph and x.requires_grad else x.detach().requires_grad_()
+            for x in inputs
+        ]
+        outputs = function(*leaves)
+        pairs = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if y.requires_grad]
+        ys, gs = [y for y, _ in pairs], [g for _, g in pairs]
+        return torch.autograd.grad(ys, leaves, gs, create_graph=graph, materialize_grads=True)

@@ -1,0 +1,150 @@
+"""Which keys are positives and negatives of which queries, and the scores of both in chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from allgrad.losses._each_row import row_losses, terms_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from allgrad.losses._each_row import Activation
+
+__all__ = ["Keys", "Queries", "Relation", "score_rows"]
+
+TILE = (1024, 8192)  # rows and columns of the scores that exist at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """The rows: this rank's queries."""
+
+    features: Tensor
+    ids: Tensor | None
+    own: Tensor | None  # the column of each query's own key
+    limit: Tensor | None = None  # a negative above it is a false one
+
+    def chunks(self) -> list[tuple[Queries, Tensor]]:
+        features = self.features.split(TILE[0])
+        parts = [_split(x, TILE[0], len(features)) for x in (self.ids, self.own, self.limit)]
+        made = zip(features, *parts, strict=True)
+        return [(Queries(x, ids, own, limit), x) for x, ids, own, limit in made]
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Columns: the keys of all ranks in rank order, or of a queue."""
+
+    features: Tensor
+    ids: Tensor | None
+    first: int  # the column of the first of them
+    weights: Tensor | None = None
+    filled: Tensor | None = None  # which keys of a queue count
+
+    def chunks(self) -> list[tuple[Keys, tuple[Tensor, ...]]]:
+        features = self.features.split(TILE[1])
+        parts = [_split(x, TILE[1], len(features)) for x in (self.ids, self.weights, self.filled)]
+        made: list[tuple[Keys, tuple[Tensor, ...]]] = []
+        first = self.first
+        for x, ids, weights, filled in zip(features, *parts, strict=True):
+            chunk = Keys(x, ids, first, weights, filled)
+            made.append((chunk, (x,) if weights is None else (x, weights)))
+            first += len(x)
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """How positives and negatives are told apart.
+
+    With ``by_ids`` all keys with a query's id are its positives. Otherwise its own key is, and
+    other keys with its id are neither positives nor negatives.
+    """
+
+    by_ids: bool
+    exclude_self: bool = False
+    margin: float | None = None
+
+    def masks(self, rows: Queries, columns: Keys, similarity: Tensor) -> tuple[Tensor, Tensor]:
+        count = columns.features.shape[0]
+        index = torch.arange(columns.first, columns.first + count, device=similarity.device)
+        nothing = torch.zeros_like(similarity, dtype=torch.bool)
+        own = nothing if rows.own is None else rows.own[:, None] == index
+        same = own
+        if rows.ids is not None and columns.ids is not None:
+            same = rows.ids[:, None] == columns.ids
+        positive = same if self.by_ids else own
+        if self.exclude_self:
+            positive = positive & ~own
+        negative = ~(same | own)
+        if columns.filled is not None:
+            positive, negative = positive & columns.filled, negative & columns.filled
+        if rows.limit is not None:
+            negative = negative & (similarity.detach() <= rows.limit[:, None])
+        return positive, negative
+
+    @torch.no_grad()
+    def limited(self, rows: Queries, columns: Sequence[Keys]) -> Queries:
+        """The queries with what a margin leaves them: the highest positive minus the margin."""
+        if self.margin is None:
+            return rows
+        highest = []
+        for row, x in rows.chunks():
+            best = torch.full((len(x),), -torch.inf, device=x.device, dtype=_wide(x))
+            for keys in columns:
+                for column, (y, *_) in keys.chunks():
+                    similarity = _similarity(x, y)
+                    positive, _ = self.masks(row, column, similarity)
+                    masked = similarity.masked_fill(~positive, -torch.inf)
+                    if masked.shape[1]:
+                        best = torch.maximum(best, masked.amax(1))
+            highest.append(best)
+        limit = torch.cat(highest) - self.margin
+        limit = limit.masked_fill(limit == -torch.inf, torch.inf)
+        return Queries(rows.features, rows.ids, rows.own, limit)
+
+
+def score_rows(  # noqa: PLR0917
+    kind: Activation,
+    relation: Relation,
+    rows: Queries,
+    columns: Sequence[Keys],
+    scale: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Each query's loss among all keys, and whether it has a positive."""
+    wide = _wide(rows.features)
+    shared = [x.to(rows.features.device, wide).reshape(()) for x in (scale, bias) if x is not None]
+
+    def terms(row: Queries, column: Keys, x: Tensor, y: Tensor, *more: Tensor) -> Tensor:
+        weights = None if column.weights is None else more[0].to(wide)
+        numbers = more if weights is None else more[1:]
+        similarity = _similarity(x, y)
+        scores = numbers[0] * similarity
+        if bias is not None:
+            scores = scores + numbers[1]
+        return terms_of(kind, scores, *relation.masks(row, column, similarity), weights)
+
+    limited = relation.limited(rows, columns)
+    chunks = [chunk for keys in columns for chunk in keys.chunks()]
+    return row_losses(kind, limited.chunks(), chunks, terms, *shared)
+
+
+def _split(x: Tensor | None, size: int, count: int) -> Sequence[Tensor | None]:
+    if x is None:
+        return [None] * count
+    found: tuple[Tensor, ...] = x.split(size)
+    return found
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _similarity(x: Tensor, y: Tensor) -> Tensor:
+    return (x @ y.T).to(_wide(x))

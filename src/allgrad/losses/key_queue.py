@@ -1,0 +1,103 @@
+"""A queue of the keys of earlier steps, which all ranks share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from allgrad.collectives.all_gather import all_gather
+from allgrad.errors import InputError, PieceMismatch
+from allgrad.losses._agreement import CallSpec, agree, require
+from allgrad.losses._feature_checks import check_features, check_per_row
+
+if TYPE_CHECKING:
+    from allgrad.types import GroupLike
+
+__all__ = ["KeyQueue"]
+
+
+class KeyQueue(nn.Module):
+    """The last keys of all ranks, the same on every rank (MoCo, cross-batch memory).
+
+        rank 0   push [ a a ]         [ ... a a | b | c c c ]
+        rank 1   push [ b ]     --->  [ ... a a | b | c c c ]    the oldest at the front are dropped
+        rank 2   push [ c c c ]       [ ... a a | b | c c c ]
+
+    It is filled and dropped in rank order, has no gradient, and is part of ``state_dict``. With
+    ``ids=True`` each key has an id, so that a loss can tell which of them are not negatives.
+
+    Cost: ``push`` sends each rank's keys to all, after one small message. Every rank holds
+    ``capacity`` keys.
+    """
+
+    features: Tensor
+    ids: Tensor | None
+    count: Tensor
+
+    def __init__(
+        self,
+        capacity: int,
+        width: int,
+        *,
+        ids: bool = False,
+        group: GroupLike = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Make an empty queue."""
+        super().__init__()
+        if capacity < 1 or width < 1:
+            raise InputError(
+                f"KeyQueue: capacity={capacity}, width={width}.\nGive positive numbers."
+            )
+        self.capacity, self.width, self.group = capacity, width, group
+        # The newest key stands last; what is not filled yet is at the front.
+        self.register_buffer("features", torch.zeros(capacity, width, device=device, dtype=dtype))
+        made = torch.zeros(capacity, dtype=torch.int64, device=device) if ids else None
+        self.register_buffer("ids", made)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=device))
+
+    @property
+    def filled(self) -> Tensor:
+        """Which rows of ``features`` hold a key."""
+        places = torch.arange(self.capacity, device=self.features.device)
+        return places >= self.capacity - self.count
+
+    @torch.no_grad()
+    def push(self, key: Tensor, ids: Tensor | None = None) -> None:
+        """Append the keys of all ranks in rank order, and drop the oldest."""
+
+        def check() -> CallSpec:
+            check_features({"key": key})
+            check_per_row("ids", ids, "key", len(key), whole=True)
+            self.check_width(key)
+            require(
+                (ids is None) == (self.ids is None),
+                InputError,
+                f"the queue holds {'no ids' if self.ids is None else 'ids'}.",
+                "Make it with ids=True and push ids with each key, or neither.",
+            )
+            same = {"capacity": self.capacity, "dtype": key.dtype}
+            return CallSpec(same, (len(key),))
+
+        agreed = agree("KeyQueue.push", {"key": key, "ids": ids}, check, self.group)
+        sizes = agreed.column(0)
+        new = all_gather(key.detach(), sizes=sizes, group=self.group, grad="none")
+        # A tensor of its own: a graph that still uses the earlier one must not see it change.
+        self.features = torch.cat([self.features, new.to(self.features)])[-self.capacity :].clone()
+        if self.ids is not None:
+            assert ids is not None
+            found = all_gather(ids.long(), sizes=sizes, group=self.group, grad="none")
+            self.ids = torch.cat([self.ids, found])[-self.capacity :].clone()
+        self.count = (self.count + len(new)).clamp(max=self.capacity)
+
+    def check_width(self, features: Tensor) -> None:
+        """Raise if features do not fit the queue's keys."""
+        require(
+            features.shape[-1] == self.width,
+            PieceMismatch,
+            f"the queue holds keys of width {self.width}, not {features.shape[-1]}.",
+            "Give features of the queue's width, or make another queue.",
+        )

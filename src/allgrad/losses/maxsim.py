@@ -1,0 +1,251 @@
+"""Late interaction (ColBERT, ColPali): InfoNCE over MaxSim scores, never all token scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from allgrad.collectives.all_gather import all_gather
+from allgrad.errors import InputError, PieceMismatch, TensorError
+from allgrad.losses._agreement import CallSpec, agree, require
+from allgrad.losses._each_row import MASKED, global_mean, row_losses, terms_of
+from allgrad.losses._feature_checks import check_number, check_reduction, number
+from allgrad.losses._not_compiled import not_compiled
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from allgrad.losses._arguments import GradReduction
+    from allgrad.types import GroupLike
+
+__all__ = ["maxsim_loss"]
+
+TILE = (1024, 8192)  # tokens of queries and of documents whose scores exist at a time
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """Samples of different lengths, their tokens joined: (all tokens, width)."""
+
+    tokens: Tensor
+    lengths: list[int]
+    first: int = 0  # the number of the first sample, among those of all ranks
+
+    def chunks(self, most: int) -> list[tuple[_Samples, Tensor]]:
+        """Consecutive samples that need at most so many tokens when they are padded."""
+        groups: list[list[int]] = [[]]
+        for length in self.lengths:
+            if groups[-1] and max(*groups[-1], length) * (len(groups[-1]) + 1) > most:
+                groups.append([])
+            groups[-1].append(length)
+        made, first = [], self.first
+        tokens = self.tokens.split([sum(group) for group in groups])
+        for group, x in zip(groups, tokens, strict=True):
+            made.append((_Samples(x, group, first), x))
+            first += len(group)
+        return made
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """For each sample and place, the token there, and whether there is one."""
+        lengths = torch.tensor(self.lengths, dtype=torch.int64, device=self.tokens.device)
+        longest = max(self.lengths, default=0)
+        place = torch.arange(longest, device=self.tokens.device)
+        real = place < lengths[:, None]
+        start = lengths.cumsum(0) - lengths
+        return torch.where(real, start[:, None] + place, 0), real
+
+    def owners(self) -> Tensor:
+        """The sample of each token."""
+        lengths = torch.tensor(self.lengths, dtype=torch.int64, device=self.tokens.device)
+        return torch.repeat_interleave(lengths)
+
+
+@not_compiled
+def maxsim_loss(
+    query: Tensor | Sequence[Tensor],
+    document: Tensor | Sequence[Tensor],
+    scale: Tensor | float = 1.0,
+    *,
+    query_mask: Tensor | None = None,
+    document_mask: Tensor | None = None,
+    symmetric: bool = False,
+    grad_reduction: GradReduction = "mean",
+    group: GroupLike = None,
+) -> Tensor:
+    """Cross entropy of each query among the documents of all ranks, scored by late interaction.
+
+        rank 0   query [ a a ]     document [ a a ]           loss of [ a a | b | c c c ]
+        rank 1   query [ b ]       document [ b ]      --->   loss of [ a a | b | c c c ]
+        rank 2   query [ c c c ]   document [ c c c ]         loss of [ a a | b | c c c ]
+
+    The score of a query and a document is the sum over the query's tokens of the largest product
+    with a token of the document (MaxSim). Query i and document i are a pair. Tokens are padded,
+    (samples, tokens, width) with a mask that is True at real tokens, or a list of one (tokens,
+    width) for each sample; padding is neither sent nor scored. ``symmetric`` takes the mean with the
+    cross entropy of each document among the queries of all ranks.
+
+    Gradient: exactly that of the joined batch, once the ranks' gradients are averaged
+    (``grad_reduction="mean"``: DDP, FSDP) or summed (``"sum"``), of any order. Tokens that tie for
+    the largest product share its gradient equally.
+
+    Cost: the token scores of a chunk of queries and documents exist at a time, and are computed
+    again in backward. Forward sends the documents' tokens and lengths after one small message,
+    backward the gradients of the tokens; ``symmetric`` doubles both.
+    """
+    arguments: dict[str, object] = {"query": query, "query_mask": query_mask}
+    arguments |= {"document": document, "document_mask": document_mask, "scale": scale}
+    packed: list[_Samples] = []
+
+    def check() -> CallSpec:
+        packed[:] = [
+            _pack("query", query, query_mask),
+            _pack("document", document, document_mask),
+        ]
+        check_number("scale", scale)
+        check_reduction(grad_reduction)
+        q, d = packed
+        require(
+            len(q.lengths) == len(d.lengths),
+            PieceMismatch,
+            f"there are {len(q.lengths)} queries and {len(d.lengths)} documents.",
+            "Give one document for each query on a rank; ranks may differ.",
+        )
+        require(
+            q.tokens.shape[1] == d.tokens.shape[1] and q.tokens.dtype == d.tokens.dtype,
+            PieceMismatch,
+            "query and document differ in width or dtype.",
+            "Project all tokens to the same width, in one dtype.",
+        )
+        same = {
+            "width": q.tokens.shape[1],
+            "dtype": q.tokens.dtype,
+            "options": (symmetric, grad_reduction),
+        }
+        return CallSpec(same, (len(q.lengths), len(q.tokens), len(d.tokens)))
+
+    agreed = agree("maxsim_loss", arguments, check, group)
+    q, d = packed
+    pairs, query_tokens, document_tokens = (agreed.column(i) for i in range(3))
+    if not sum(pairs):
+        raise InputError("maxsim_loss: no rank has a pair.\nGive at least one rank a pair.")
+    first = sum(pairs[: agreed.rank])
+    mine = [_Samples(x.tokens, x.lengths, first) for x in (q, d)]
+    factor = number(scale)
+    losses, counted = _direction(
+        mine[0], _joined(d, document_tokens, pairs, group), factor, queries_are_rows=True
+    )
+    if symmetric:
+        others = _joined(q, query_tokens, pairs, group)
+        back, _ = _direction(mine[1], others, factor, queries_are_rows=False)
+        losses = (losses + back) / 2
+    return global_mean(losses, counted, None, grad_reduction, group)
+
+
+def _joined(
+    samples: _Samples, tokens: tuple[int, ...], counts: tuple[int, ...], group: GroupLike
+) -> _Samples:
+    """The samples of all ranks."""
+    own = torch.tensor(samples.lengths, dtype=torch.int64, device=samples.tokens.device)
+    lengths = all_gather(own, sizes=counts, group=group, grad="none").tolist()
+    return _Samples(all_gather(samples.tokens, sizes=tokens, group=group), lengths)
+
+
+def _direction(
+    rows: _Samples, columns: _Samples, scale: Tensor, *, queries_are_rows: bool
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row: a query among documents, or a document among queries."""
+    wide = torch.promote_types(rows.tokens.dtype, torch.float32)
+    most = TILE if queries_are_rows else TILE[::-1]
+
+    def terms(row: _Samples, column: _Samples, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
+        if queries_are_rows:
+            scores = _maxsim(row, column, x, y)
+        else:
+            scores = _maxsim(column, row, y, x).T
+        index = torch.arange(len(row.lengths), device=x.device)[:, None] + row.first
+        other = torch.arange(len(column.lengths), device=x.device) + column.first
+        pair = index == other
+        return terms_of("softmax", factor * scores.to(wide), pair, ~pair, None)
+
+    shared = scale.to(rows.tokens.device, wide).reshape(())
+    columns_of = [(column, (y,)) for column, y in columns.chunks(most[1])]
+    return row_losses("softmax", rows.chunks(most[0]), columns_of, terms, shared)
+
+
+def _maxsim(queries: _Samples, documents: _Samples, q: Tensor, d: Tensor) -> Tensor:
+    """The scores of a chunk of queries with a chunk of documents."""
+    place, real = documents.places()
+    wide = torch.promote_types(q.dtype, torch.float32)
+    padded = d[place.flatten()] if len(d) else d.new_zeros(place.numel(), d.shape[1])
+    products = (q @ padded.T).to(wide).unflatten(1, tuple(place.shape))
+    if place.shape[1] == 0:  # no document in this chunk
+        best = products.sum(2)
+    else:
+        best = torch.where(real, products, MASKED).amax(2)
+    scores = best.new_zeros(len(queries.lengths), best.shape[1])
+    return scores.index_add(0, queries.owners(), best)
+
+
+def _pack(name: str, x: Tensor | Sequence[Tensor], mask: Tensor | None) -> _Samples:
+    """Tokens without padding."""
+    if isinstance(x, Tensor) and x.is_nested:
+        x = x.unbind()
+    if not isinstance(x, Tensor):
+        return _pack_list(name, x, mask)
+    require(
+        x.dim() == 3 and x.dtype in _FLOATING,
+        TensorError,
+        f"{name} is not a floating-point tensor of 3 dimensions.",
+        "Give it as (samples, tokens, width), or as a list of (tokens, width).",
+    )
+    if mask is None:
+        lengths = [x.shape[1]] * len(x)
+        tokens = x.flatten(0, 1)
+    else:
+        require(
+            isinstance(mask, Tensor) and mask.shape == x.shape[:2],
+            PieceMismatch,
+            f"{name}_mask has another shape than {name}.",
+            f"Give it as (samples, tokens), True at the real tokens of {name}.",
+        )
+        mask = mask.bool()
+        lengths = mask.sum(1).tolist()
+        tokens = x[mask]
+    return _with_tokens(name, _Samples(tokens, lengths))
+
+
+def _pack_list(name: str, xs: Sequence[Tensor], mask: Tensor | None) -> _Samples:
+    require(
+        mask is None,
+        InputError,
+        f"{name}_mask is given, but {name} is a list.",
+        "Give a mask with padded tokens only.",
+    )
+    require(
+        len(xs),
+        InputError,
+        f"{name} is an empty list.",
+        "A rank without samples gives a tensor of shape (0, 0, width).",
+    )
+    require(
+        all(isinstance(x, Tensor) and x.dim() == 2 and x.dtype in _FLOATING for x in xs)
+        and len({(x.shape[1], x.dtype) for x in xs}) == 1,
+        TensorError,
+        f"{name} is not a list of floating-point (tokens, width) of one width and dtype.",
+        "Give each sample as (tokens, width).",
+    )
+    return _with_tokens(name, _Samples(torch.cat(list(xs)), [len(x) for x in xs]))
+
+
+def _with_tokens(name: str, samples: _Samples) -> _Samples:
+    require(
+        all(samples.lengths),
+        InputError,
+        f"a {name} has no token.",
+        "Give each query and each document at least one token.",
+    )
+    return samples

@@ -1,0 +1,193 @@
+"""Losses with several positives: keys with the query's id, among the keys of all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from allgrad.collectives.all_gather import all_gather
+from allgrad.errors import InputError, PieceMismatch
+from allgrad.losses._agreement import CallSpec, agree, require
+from allgrad.losses._each_row import global_mean
+from allgrad.losses._feature_checks import (
+    check_features,
+    check_number,
+    check_per_row,
+    check_reduction,
+    number,
+)
+from allgrad.losses._not_compiled import not_compiled
+from allgrad.losses._relations import Keys, Queries, Relation, score_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from allgrad.losses._arguments import GradReduction
+    from allgrad.losses._each_row import Activation
+    from allgrad.losses.key_queue import KeyQueue
+    from allgrad.types import GroupLike
+
+__all__ = ["sigmoid_supcon_loss", "supcon_loss"]
+
+
+def supcon_loss(
+    query: Tensor,
+    key: Tensor,
+    scale: Tensor | float,
+    query_ids: Tensor,
+    key_ids: Tensor,
+    *,
+    query_weights: Tensor | None = None,
+    key_weights: Tensor | None = None,
+    exclude_self: bool = False,
+    margin: float | None = None,
+    queue: KeyQueue | None = None,
+    grad_reduction: GradReduction = "mean",
+    group: GroupLike = None,
+) -> Tensor:
+    """Cross entropy of each query's positives among the keys of all ranks (SupCon).
+
+        rank 0   query [ a a ]     key [ a a ]           loss of [ a a | b | c c c ]
+        rank 1   query [ b ]       key [ b ]      --->   loss of [ a a | b | c c c ]
+        rank 2   query [ c c c ]   key [ c c c ]         loss of [ a a | b | c c c ]
+
+    A key with the query's id is a positive, every other key a negative. Ids are classes, samples or
+    captions. A query's loss is the mean over its positives of ``-log softmax(scores)[positive]``,
+    and the result the mean over all queries that have a positive. Queries and keys may differ in
+    number. ``exclude_self`` leaves out query i's own key i: ``supcon_loss(x, x, scale, labels,
+    labels, exclude_self=True)`` is the loss of one set of samples.
+
+    ``query_weights`` weigh the queries in the result, ``key_weights`` the positives of a query. A
+    negative whose similarity, before the scale, is above the query's highest positive minus
+    ``margin`` counts as a false negative and is left out. ``queue`` adds the keys of earlier steps.
+
+    Gradient: exactly that of the joined batch, once the ranks' gradients are averaged
+    (``grad_reduction="mean"``: DDP, FSDP) or summed (``"sum"``), of any order. A margin's choice of
+    negatives has no derivative.
+
+    Cost: one small message, one gather of keys each way, one sum of two numbers each way. Scores
+    exist in chunks, computed in forward and again in backward; a margin computes them once more.
+    """
+    return _several_positives(
+        "supcon_loss",
+        "softmax",
+        {"query": query, "key": key},
+        {"scale": scale},
+        {"query_ids": query_ids, "key_ids": key_ids},
+        {"query_weights": query_weights, "key_weights": key_weights},
+        Relation(by_ids=True, exclude_self=exclude_self, margin=margin),
+        queue,
+        grad_reduction,
+        group,
+    )
+
+
+def sigmoid_supcon_loss(
+    query: Tensor,
+    key: Tensor,
+    scale: Tensor | float,
+    query_ids: Tensor,
+    key_ids: Tensor,
+    *,
+    bias: Tensor | float = 0.0,
+    query_weights: Tensor | None = None,
+    key_weights: Tensor | None = None,
+    exclude_self: bool = False,
+    margin: float | None = None,
+    queue: KeyQueue | None = None,
+    grad_reduction: GradReduction = "mean",
+    group: GroupLike = None,
+) -> Tensor:
+    """Binary cross entropy of each query with each key of all ranks: whether they have one id.
+
+    A query's k positives count 1/k each, its negatives 1 each; the result is the mean over queries.
+    With one positive for each query it is ``siglip_loss``. Queries, keys, other arguments, gradient
+    and cost: see ``supcon_loss``. A query without a positive counts too.
+    """
+    return _several_positives(
+        "sigmoid_supcon_loss",
+        "sigmoid",
+        {"query": query, "key": key},
+        {"scale": scale, "bias": bias},
+        {"query_ids": query_ids, "key_ids": key_ids},
+        {"query_weights": query_weights, "key_weights": key_weights},
+        Relation(by_ids=True, exclude_self=exclude_self, margin=margin),
+        queue,
+        grad_reduction,
+        group,
+    )
+
+
+@not_compiled
+def _several_positives(  # noqa: PLR0917
+    name: str,
+    kind: Activation,
+    features: dict[str, Tensor],
+    numbers: dict[str, Tensor | float],
+    ids: dict[str, Tensor],
+    weights: dict[str, Tensor | None],
+    relation: Relation,
+    queue: KeyQueue | None,
+    grad_reduction: GradReduction,
+    group: GroupLike,
+) -> Tensor:
+    query, key = features.values()
+    query_ids, key_ids = ids.values()
+    query_weights, key_weights = weights.values()
+
+    def check() -> CallSpec:
+        check_features(features)
+        for which, x in numbers.items():
+            check_number(which, x)
+        check_reduction(grad_reduction)
+        require(
+            query_ids is not None and key_ids is not None,
+            InputError,
+            "ids are missing on one side, or on both.",
+            "Give query_ids and key_ids.",
+        )
+        sides = (("query", query, query_ids, query_weights), ("key", key, key_ids, key_weights))
+        for side, x, its_ids, its_weights in sides:
+            check_per_row(f"{side}_ids", its_ids, side, len(x), whole=True)
+            check_per_row(f"{side}_weights", its_weights, side, len(x), whole=False)
+        require(
+            not relation.exclude_self or len(query) == len(key),
+            PieceMismatch,
+            f"exclude_self needs one key for each query, not {len(key)} for {len(query)}.",
+            "Give the same rows as query and key.",
+        )
+        if queue is not None:
+            queue.check_width(query)
+            require(
+                queue.ids is not None,
+                InputError,
+                "the queue holds no ids.",
+                "Make it with KeyQueue(..., ids=True).",
+            )
+        given = [x is None for x in (query_weights, key_weights, queue)]
+        same = {
+            "width": query.shape[1],
+            "dtype": query.dtype,
+            "options": (relation, grad_reduction, given),
+        }
+        return CallSpec(same, (len(query), len(key)))
+
+    agreed = agree(name, {**features, **ids, **weights, **numbers}, check, group)
+    sizes = agreed.column(1)
+    if not sum(agreed.column(0)) or not sum(sizes):
+        raise InputError(f"{name}: no rank has a query and a key.\nGive at least one rank both.")
+    gathered: dict[str, Tensor] = {"key": key, "ids": key_ids.long()}
+    if key_weights is not None:
+        gathered["weights"] = key_weights
+    joined = all_gather(gathered, sizes=sizes, group=group)
+    first = sum(sizes[: agreed.rank])
+    own = torch.arange(first, first + len(query), device=query.device)
+    rows = Queries(query, query_ids.long(), own if relation.exclude_self else None)
+    columns = [Keys(joined["key"], joined["ids"], 0, joined.get("weights"))]
+    if queue is not None:
+        columns.append(Keys(queue.features.to(query), queue.ids, sum(sizes), filled=queue.filled))
+    scale, *bias = (number(x) for x in numbers.values())
+    losses, has_positive = score_rows(kind, relation, rows, columns, scale, *bias)
+    counted = has_positive if kind == "softmax" else torch.ones_like(has_positive)
+    return global_mean(losses, counted, query_weights, grad_reduction, group)

@@ -1,0 +1,243 @@
+"""Cross entropy over a vocabulary that is split among ranks, without the matrix of logits."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from allgrad._wire.calls import resolve
+from allgrad.collectives._sizes import given_sizes
+from allgrad.collectives.all_gather import all_gather
+from allgrad.collectives.all_reduce import share
+from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError
+from allgrad.losses._agreement import CallSpec, agree, require
+from allgrad.losses._not_compiled import not_compiled
+from allgrad.losses._recompute import recomputed
+
+if TYPE_CHECKING:
+    from allgrad.types import GroupLike, Sizes
+
+__all__ = ["Reduction", "cross_entropy"]
+
+Reduction: TypeAlias = Literal["mean", "sum", "none"]
+
+CHUNK_BYTES = 64 << 20  # of the logits that exist at a time
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@not_compiled
+def cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+    sizes: Sizes = None,
+    group: GroupLike = None,
+) -> Tensor:
+    """Cross entropy of ``hidden @ weight.T`` where each rank holds the weights of some words.
+
+        rank 0   hidden   targets   weight of words 0 1            loss
+        rank 1   hidden   targets   weight of words 2 3     --->   loss
+        rank 2   hidden   targets   weight of word  4              loss
+
+    It equals ``torch.nn.functional.cross_entropy`` of all words' logits. Every rank passes the same
+    ``hidden`` (..., width) and the same ``targets`` (...), numbers of words in the joined vocabulary,
+    and its own ``weight`` (words, width), ``bias`` (words). Shares may differ, but none may be empty.
+
+    Gradient: every rank does the same work with the loss, so it counts once, as behind a
+    ``RowParallelLinear``. ``hidden`` is one value that each rank uses in its own way: its gradient is
+    the sum over ranks, as in a ``ColumnParallelLinear``. Each rank gets the gradient of its own words.
+
+        rank 0   H0 + H1 + H2      W0 W1
+        rank 1   H0 + H1 + H2      W2 W3     <---   one loss
+        rank 2   H0 + H1 + H2      W4
+
+    If each rank holds its own tokens, join both first: ``all_gather(hidden, grad="same")``.
+
+    ``sizes`` are the numbers of words by rank; if None, one small message exchanges them, and a
+    mistake of one rank raises on all. Sums are kept in float32, or in float64.
+
+    Cost: the logits of a chunk of rows exist at a time, and are computed again in backward. Forward
+    sends three numbers for each row, backward the gradient of ``hidden``.
+    """
+    arguments = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
+
+    def check() -> CallSpec:
+        _check_tensors(hidden, weight, targets, bias)
+        _check_options(label_smoothing, reduction)
+        same = {
+            "shape of hidden": tuple(hidden.shape),
+            "dtype": hidden.dtype,
+            "options": (bias is None, ignore_index, float(label_smoothing), reduction),
+        }
+        if sizes is not None:
+            return CallSpec(same, ())
+        checksum, low, high = _summary(targets, ignore_index)
+        return CallSpec({**same, "targets": checksum}, (len(weight), int(low < 0), high + 1))
+
+    if sizes is None:
+        agreed = agree("cross_entropy", arguments, check, group)
+        rank, words = agreed.rank, agreed.column(0)
+        low, high = -max(agreed.column(1)), max(agreed.column(2)) - 1
+        _check_range(low, high, sum(words), ignore_index)
+    else:
+        check()
+        rank, words = _given_words(weight, sizes, group)
+        if targets.device.type == "cpu":  # on a device it would be a wait
+            _, low, high = _summary(targets, ignore_index)
+            _check_range(low, high, sum(words), ignore_index)
+
+    flat = targets.reshape(-1)
+    counted = flat != ignore_index
+    own = _Words(sum(words[:rank]), words[rank], sum(words)).indices(flat, counted)
+    rows = share(hidden, group=group).reshape(-1, hidden.shape[-1])
+    parts = _sums_of_own_words(rows, weight, bias, own, smoothed=label_smoothing > 0)
+    # All ranks' sums in one message; each rank does the same with them.
+    lse, target, *more = all_gather(parts[None], sizes="equal", group=group, grad="same").unbind(1)
+    losses = lse.logsumexp(0) - (1 - label_smoothing) * target.sum(0)
+    if more:
+        losses = losses - label_smoothing / sum(words) * more[0].sum(0)
+    losses = torch.where(counted, losses, 0)
+    if reduction == "none":
+        return losses.reshape(targets.shape)
+    return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
+
+
+class _Words(NamedTuple):
+    """The words of this rank in the joined vocabulary."""
+
+    first: int
+    count: int
+    total: int
+
+    def indices(self, targets: Tensor, counted: Tensor) -> Tensor:
+        """Each target's row in this rank's weight, or -1 if another rank has it or it is ignored."""
+        own = (targets >= self.first) & (targets < self.first + self.count) & counted
+        known = (targets >= 0) & (targets < self.total) | ~counted
+        # A target out of range is out of range in the lookup too, which notices it without a wait.
+        return torch.where(own, targets - self.first, torch.where(known, -1, self.count)).long()
+
+
+def _sums_of_own_words(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, own: Tensor, *, smoothed: bool
+) -> Tensor:
+    """For each row: logsumexp of the own logits, the target's logit or 0, the sum of own logits."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    more = () if bias is None else (bias,)
+
+    def of_chunk(at: Tensor, x: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
+        logits = (x @ w.T).to(wide)
+        if bias:
+            logits = logits + bias[0].to(wide)
+        target = torch.where(at >= 0, logits.gather(1, at.clamp(min=0)[:, None])[:, 0], 0)
+        sums = [logits.logsumexp(1), target]
+        return torch.stack([*sums, logits.sum(1)] if smoothed else sums)
+
+    size = max(1, CHUNK_BYTES // (len(weight) * wide.itemsize))
+    found = [
+        recomputed(partial(of_chunk, at), x, weight, *more)
+        for x, at in zip(rows.split(size), own.split(size), strict=True)
+    ]
+    return torch.cat(found, 1)
+
+
+def _summary(targets: Tensor, ignore_index: int) -> tuple[int, int, int]:
+    """A checksum of the targets, and the lowest and highest one that counts."""
+    flat = targets.reshape(-1).long()
+    places = torch.arange(1, len(flat) + 1, device=flat.device)
+    counted = torch.where(flat == ignore_index, 0, flat)
+    none = flat.new_zeros(1)
+    found = torch.cat([(flat * places).sum()[None], counted, none])
+    checksum, low, high = torch.stack([found[0], *found[1:].aminmax()]).tolist()
+    return checksum, low, high
+
+
+def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        require(
+            isinstance(x, Tensor) and x.dtype in _FLOATING,
+            TensorError,
+            f"{name} is not a floating-point tensor.",
+            "Give hidden and weight in float32, bfloat16, float16 or float64.",
+        )
+    require(
+        isinstance(targets, Tensor) and targets.dtype in {torch.int64, torch.int32},
+        TensorError,
+        "targets are not a tensor of whole numbers.",
+        "Give the numbers of words as int64.",
+    )
+    require(
+        hidden.dim() > 0 and weight.dim() == 2 and weight.shape[1] == hidden.shape[-1],
+        PieceMismatch,
+        "hidden and weight have other widths.",
+        "Give hidden as (..., width) and weight as (words, width).",
+    )
+    require(
+        hidden.dtype == weight.dtype and (bias is None or bias.dtype == weight.dtype),
+        PieceMismatch,
+        "the dtypes of hidden, weight and bias differ.",
+        "Cast them to one dtype before the call.",
+    )
+    require(
+        targets.shape == hidden.shape[:-1],
+        PieceMismatch,
+        "targets and hidden have other rows.",
+        "Give one target for each row of hidden.",
+    )
+    require(
+        bias is None or bias.shape == weight.shape[:1],
+        PieceMismatch,
+        "bias and weight have other numbers of words.",
+        "Give one number for each word of this rank.",
+    )
+    require(
+        len(weight),
+        PieceMismatch,
+        "the share of the vocabulary is empty.",
+        "Give each rank at least one word, or use a smaller group.",
+    )
+
+
+def _check_options(label_smoothing: float, reduction: str) -> None:
+    require(
+        0 <= label_smoothing <= 1,
+        InputError,
+        f"label_smoothing={label_smoothing!r}.",
+        "Give a number from 0 to 1.",
+    )
+    require(
+        reduction in {"mean", "sum", "none"},
+        InputError,
+        f"there is no reduction={reduction!r}.",
+        'Use "mean", "sum" or "none".',
+    )
+
+
+def _given_words(weight: Tensor, sizes: Sizes, group: GroupLike) -> tuple[int, tuple[int, ...]]:
+    call = resolve("cross_entropy", group)
+    equal = isinstance(sizes, str) and sizes == "equal"
+    words = (
+        (len(weight),) * call.size if equal else tuple(given_sizes("cross_entropy", call, sizes))
+    )
+    if words[call.rank] != len(weight):
+        raise SizesError(
+            f"cross_entropy: sizes={list(words)} say that rank {call.rank} holds "
+            f"{words[call.rank]} words, but it holds {len(weight)}.\n"
+            "Give what each rank holds, in rank order."
+        )
+    return call.rank, words
+
+
+def _check_range(low: int, high: int, words: int, ignore_index: int) -> None:
+    if low < 0 or high >= words:
+        raise InputError(
+            f"cross_entropy: a target is {'negative' if low < 0 else high}, but the vocabulary has "
+            f"{words} words.\nGive targets from 0 to {words - 1}, or ignore_index={ignore_index}."
+        )

@@ -1,0 +1,80 @@
+"""The queue of earlier keys: the same on every rank, in rank order, part of the state."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from allgrad.errors import InputError, PieceMismatch
+from allgrad.losses import KeyQueue, multiple_negatives_loss
+from exactness import leaf
+from losses.samples import features
+from refusals import raises_everywhere
+
+
+def keys(rank, step):
+    """Keys that tell the step, the rank and the row."""
+    rows = (2, 0, 3)[rank]
+    return torch.tensor([[100.0 * step + 10 * rank + i, 0.0] for i in range(rows)]).reshape(rows, 2)
+
+
+@pytest.mark.ranks(3)
+def test_filled_and_dropped_in_rank_order(rank, world):
+    queue = KeyQueue(8, 2, ids=True)
+    assert not queue.filled.any()
+    everything = []
+    for step in (1, 2, 3):
+        new = keys(rank, step)
+        queue.push(new, new[:, 0].long())
+        everything += [x for r in range(world) for x in keys(r, step)[:, 0].tolist()]
+        want = everything[-8:]
+        assert queue.features[queue.filled][:, 0].tolist() == want
+        assert queue.ids[queue.filled].tolist() == want
+    queue.push(torch.zeros(9, 2), torch.zeros(9).long())  # more than fit
+    assert not queue.features.any()
+
+
+@pytest.mark.ranks(2)
+def test_state_is_stored_and_loaded(rank, world):
+    queue, other = (KeyQueue(6, 2, ids=True) for _ in range(2))
+    queue.push(torch.full((2, 2), float(rank)), torch.tensor([rank, rank]))
+    other.load_state_dict(queue.state_dict())
+    for one in (queue, other):
+        one.push(torch.full((1, 2), 5.0 + rank), torch.tensor([5]))
+    assert torch.equal(queue.features, other.features)
+    assert torch.equal(queue.ids, other.ids)
+    assert other.filled.tolist() == [True] * 6
+
+
+@pytest.mark.ranks(2)
+def test_push_before_backward_leaves_the_gradient(rank, world):
+    q, k = (leaf(features((3,), seed + rank)[0]) for seed in (1, 5))
+    queue = KeyQueue(4, 5, dtype=torch.float64)
+    queue.push(features((2,), 9)[0])
+    multiple_negatives_loss(q, k, 5.0, queue=queue).backward()
+    want, q.grad = q.grad, None
+    loss = multiple_negatives_loss(q, k, 5.0, queue=queue)
+    queue.push(k)
+    loss.backward()
+    assert torch.equal(q.grad, want)
+    assert not queue.features.requires_grad
+
+
+@pytest.mark.ranks(3)
+def test_bad_input_raises_on_every_rank(rank, world):
+    queue = KeyQueue(4, 2)
+    wrong = {
+        "of width 2, not 3": (torch.ones(1, 3), None, PieceMismatch),
+        "holds no ids": (torch.ones(1, 2), torch.zeros(1).long(), InputError),
+        "2 entries for 1 rows": (torch.ones(1, 2), torch.zeros(2).long(), PieceMismatch),
+        "other dtype": (torch.ones(1, 2).double(), None, PieceMismatch),
+    }
+    for text, (key, ids, error) in wrong.items():
+        given = (key, ids) if rank == 2 else (torch.ones(1, 2), None)
+        raises_everywhere(error, partial(queue.push, *given), text, "rank 2: ", "<-")
+    assert not queue.filled.any()
+
+
+def test_empty_capacity_is_refused():
+    with pytest.raises(InputError, match="capacity=0"):
+        KeyQueue(0, 4)

@@ -1,0 +1,132 @@
+"""InfoNCE with in-batch, hard and queued negatives against its formula in one process."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from allgrad.errors import InputError, PieceMismatch
+from allgrad.losses import KeyQueue, _relations, info_nce_loss, multiple_negatives_loss, reference
+from exactness import leaf, place
+from losses.kept_memory import largest_kept
+from losses.samples import COUNTS, check_loss, features, ids_of
+from places import on
+from refusals import raises_everywhere
+
+SCALE = torch.tensor(6.0, dtype=torch.float64)
+HARD = (2, 0, 3, 1)
+
+
+def check(group, kind, symmetric, with_ids=False, queued=True, margin=None, reduction="mean"):
+    rank, world = place(group)
+    counts, hard = COUNTS[kind][:world], HARD[:world]
+    pieces = [features(counts, 10), features(counts, 20), features(hard, 30)]
+    pieces.append([x[:, 0].abs() + 0.1 for x in features(counts, 40)])
+    ids, hard_ids = ids_of(counts, 1), ids_of(hard, 2)
+    old, old_ids = torch.cat(features((4,), 50)), torch.cat(ids_of((4,), 51))
+    queue = None
+    if queued:
+        queue = KeyQueue(6, 5, ids=with_ids, group=group, dtype=torch.float64)
+        mine = slice(0, 4 if rank == 0 else 0)
+        queue.push(old[mine], old_ids[mine] if with_ids else None)
+    options = {"symmetric": symmetric, "margin": margin}
+
+    def run(own, scalars):
+        q, k, h, w = own
+        named = {"ids": ids[rank], "hard_negative_ids": hard_ids[rank]} if with_ids else {}
+        return multiple_negatives_loss(
+            *(q, k, *scalars),
+            hard_negatives=h,
+            queue=queue,
+            weights=w,
+            group=group,
+            grad_reduction=reduction,
+            **options,
+            **named,
+        )
+
+    def whole(everyone, scalars):
+        q, k, h, w = (torch.cat(x) for x in everyone)
+        negatives = torch.cat([h, old]) if queued else h
+        named = {}
+        if with_ids:
+            all_ids = [*hard_ids, old_ids] if queued else hard_ids
+            named = {"ids": torch.cat(ids), "negative_ids": torch.cat(all_ids)}
+        return reference.multiple_negatives(
+            q, k, *scalars, negatives=negatives, weights=w, **options, **named
+        )
+
+    check_loss(group, run, whole, pieces, [SCALE], reduction)
+
+
+def check_all(group):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_relations, "TILE", (2, 3))
+        for symmetric in (False, True):
+            check(group, "ragged", symmetric)
+            check(group, "ragged", symmetric, queued=False, reduction="sum")
+            check(group, "empty", symmetric, with_ids=True, margin=0.1)
+        check(group, "equal", symmetric=True, with_ids=True)
+
+
+@pytest.mark.parametrize("where", ["no world", "2 ranks", "3 ranks", "4 ranks"])
+def test_equals_the_formula_with_two_derivatives(where):
+    on(where, check_all)
+
+
+def test_without_further_options_is_info_nce():
+    (q,), (k,), (h,) = features((6,), 1), features((6,), 2), features((4,), 3)
+    got = multiple_negatives_loss(q, k, 9.0, hard_negatives=h)
+    torch.testing.assert_close(got, info_nce_loss(q, k, 9.0, h))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_equals_sentence_transformers(symmetric):
+    losses = pytest.importorskip("sentence_transformers.losses")
+    util = pytest.importorskip("sentence_transformers.util")
+    (q,), (k,), (h,) = features((6,), 1), features((6,), 2), features((6,), 3)
+    if symmetric:
+        whole = losses.MultipleNegativesSymmetricRankingLoss(
+            None, scale=20.0, similarity_fct=util.cos_sim
+        )
+        got = multiple_negatives_loss(q, k, 20.0, symmetric=True)
+        given = [q, k]
+    else:
+        whole = losses.MultipleNegativesRankingLoss(None, scale=20.0, similarity_fct=util.cos_sim)
+        got = multiple_negatives_loss(q, k, 20.0, hard_negatives=h)
+        given = [q, k, h]
+    torch.testing.assert_close(got, whole.compute_loss_from_embeddings(given, None))
+
+
+def test_no_matrix_of_scores_is_kept():
+    q, k = (leaf(torch.cat(features((300,), seed))) for seed in (1, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_relations, "TILE", (32, 64))
+        for order in (1, 2):
+            run = partial(multiple_negatives_loss, q, k, 5.0, symmetric=True, margin=0.1)
+            assert largest_kept(run, (q, k), order) <= 32 * 64
+
+
+@pytest.mark.ranks(3)
+def test_bad_input_raises_on_every_rank(rank, world):
+    q, h, ids = torch.ones(2, 4), torch.ones(3, 4), torch.arange(3)
+    wrong = {
+        "2 and 3 rows": ((q, h, 1.0), {}, PieceMismatch),
+        "3 entries for 2 rows": ((q, q, 1.0), {"ids": ids}, PieceMismatch),
+        "but not for both": ((q, q, 1.0), {"ids": ids[:2], "hard_negatives": h}, InputError),
+        "queue holds none": ((q, q, 1.0), {"ids": ids[:2], "queue": KeyQueue(2, 4)}, InputError),
+        "of width 5": ((q, q, 1.0), {"queue": KeyQueue(2, 5)}, PieceMismatch),
+        "hard_negatives has another width": (
+            (q, q, 1.0),
+            {"hard_negatives": h[:, :3]},
+            PieceMismatch,
+        ),
+        "other options": ((q, q, 1.0), {"symmetric": True}, PieceMismatch),
+    }
+    for text, (given, options, error) in wrong.items():
+        call = partial(multiple_negatives_loss, q, q, 1.0)
+        if rank == 1:
+            call = partial(multiple_negatives_loss, *given, **options)
+        raises_everywhere(error, call, text, "rank 1: ", "<-")
+    empty = partial(multiple_negatives_loss, q[:0], q[:0], 1.0)
+    raises_everywhere(InputError, empty, "no rank has a pair")

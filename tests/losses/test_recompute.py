@@ -1,0 +1,65 @@
+"""Recomputed functions: the derivatives of the plain function, in every mode, and little memory."""
+
+import pytest
+import torch
+
+from allgrad.losses._recompute import recomputed
+from exactness import leaf, random
+from losses.kept_memory import largest_kept
+
+
+def plain(x, w):
+    return (x @ w.T).logsumexp(1).sin()
+
+
+def again(x, w):
+    return recomputed(plain, x, w)
+
+
+def inputs():
+    return leaf(random((3, 2), 1)), leaf(random((4, 2), 2))
+
+
+def test_derivatives_of_three_orders():
+    found = []
+    for function in (plain, again):
+        x, w = inputs()
+        value = function(x, w).sum()
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+            found.append(gradient.detach())
+            value = (gradient * w[:3]).sin().sum()
+    for got, want in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
+MODES = {
+    "grad": torch.func.grad,
+    "grad of grad": lambda f: torch.func.grad(lambda x: torch.func.grad(f)(x).sin().sum()),
+    "hessian": torch.func.hessian,
+    "jacrev(jacrev)": lambda f: torch.func.jacrev(torch.func.jacrev(f)),
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x.sin(),))[1],
+    "vmap": lambda f: lambda x: torch.func.vmap(f)(torch.stack([x, 2 * x])),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_func_transforms(mode):
+    x, w = (t.detach() for t in inputs())
+    got, want = (MODES[mode](lambda x, f=f: f(x, w).sum())(x) for f in (again, plain))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
+def test_only_inputs_are_kept():
+    x, w = leaf(random((64, 2), 1)), leaf(random((64, 2), 2))
+    assert largest_kept(lambda: plain(x, w).sum(), (x, w), 1) >= 64 * 64
+    for order in (1, 2):
+        assert largest_kept(lambda: again(x, w).sum(), (x, w), order) <= 64 * 2
+
+
+def test_an_input_without_gradient_gets_none():
+    x, w = inputs()
+    again(x, w.detach()).sum().backward()
+    want, x.grad = x.grad, None
+    plain(x, w).sum().backward()
+    torch.testing.assert_close(want, x.grad)

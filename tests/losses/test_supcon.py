@@ -1,0 +1,152 @@
+"""Losses with several positives, over all ranks, against their formulas in one process."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from allgrad.errors import InputError, PieceMismatch, TensorError
+from allgrad.losses import (
+    KeyQueue,
+    _relations,
+    reference,
+    siglip_loss,
+    sigmoid_supcon_loss,
+    supcon_loss,
+)
+from exactness import leaf, place
+from losses.kept_memory import largest_kept
+from losses.samples import COUNTS, check_loss, features, ids_of
+from places import on
+from refusals import raises_everywhere
+
+SCALE, BIAS = torch.tensor(6.0, dtype=torch.float64), torch.tensor(-2.0, dtype=torch.float64)
+KEY_COUNTS = (2, 4, 0, 3)
+
+
+def check(group, sigmoid, kind, reduction="mean", margin=None, weighted=False, queued=False):
+    """Other numbers of queries than of keys on a rank."""
+    rank, world = place(group)
+    counts, keys = COUNTS[kind][:world], KEY_COUNTS[:world]
+    loss, formula = (
+        (sigmoid_supcon_loss, reference.sigmoid_supcon)
+        if sigmoid
+        else (supcon_loss, reference.supcon)
+    )
+    ids, key_ids = ids_of(counts, 1), ids_of(keys, 2)
+    pieces = [features(counts, 10), features(keys, 20)]
+    if weighted:
+        pieces += [[x[:, 0].abs() + 0.1 for x in features(n, 30)] for n in (counts, keys)]
+    numbers = [SCALE, BIAS] if sigmoid else [SCALE]
+    queue = None
+    old = torch.cat(features((4,), 40))
+    old_ids = torch.cat(ids_of((4,), 41))
+    if queued:
+        queue = KeyQueue(7, 5, ids=True, group=group, dtype=torch.float64)
+        queue.push(old if rank == 0 else old[:0], old_ids if rank == 0 else old_ids[:0])
+
+    def options(weights, scalars):
+        named = dict(zip(("query_weights", "key_weights"), weights, strict=False))
+        return {"margin": margin, **named, **({"bias": scalars[1]} if sigmoid else {})}
+
+    def run(own, scalars):
+        q, k, *weights = own
+        return loss(
+            *(q, k, scalars[0], ids[rank], key_ids[rank]),
+            **options(weights, scalars),
+            queue=queue,
+            group=group,
+            grad_reduction=reduction,
+        )
+
+    def whole(everyone, scalars):
+        q, k, *weights = (torch.cat(x) for x in everyone)
+        all_ids = torch.cat(key_ids)
+        if queued:
+            k, all_ids = torch.cat([k, old]), torch.cat([all_ids, old_ids])
+            weights[1:] = [torch.cat([w, torch.ones_like(old[:, 0])]) for w in weights[1:]]
+        return formula(q, k, scalars[0], torch.cat(ids), all_ids, **options(weights, scalars))
+
+    check_loss(group, run, whole, pieces, numbers, reduction)
+
+
+def check_all(group):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_relations, "TILE", (2, 3))
+        for sigmoid in (False, True):
+            for kind in COUNTS:
+                check(group, sigmoid, kind)
+            check(group, sigmoid, "ragged", reduction="sum")
+            check(group, sigmoid, "ragged", margin=0.2)
+            check(group, sigmoid, "empty", weighted=True, queued=True, margin=0.1)
+
+
+@pytest.mark.parametrize("where", ["no world", "2 ranks", "3 ranks", "4 ranks"])
+def test_equals_the_formula_with_two_derivatives(where):
+    on(where, check_all)
+
+
+@pytest.mark.ranks(3)
+def test_one_set_of_samples_leaves_out_each_sample_itself(rank, world):
+    counts = COUNTS["empty"][:world]
+    labels = ids_of(counts, 1, most=3)
+
+    def run(own, scalars):
+        own_labels = labels[rank]
+        return supcon_loss(*own, *own, *scalars, own_labels, own_labels, exclude_self=True)
+
+    def whole(everyone, scalars):
+        x, y = torch.cat(everyone[0]), torch.cat(labels)
+        return reference.supcon(x, x, *scalars, y, y, exclude_self=True)
+
+    check_loss(None, run, whole, [features(counts, 10)], [SCALE])
+
+
+def test_one_positive_for_each_query_is_siglip():
+    (q,), (k,) = features((6,), 1), features((6,), 2)
+    got = sigmoid_supcon_loss(q, k, SCALE, torch.arange(6), torch.arange(6), bias=BIAS)
+    torch.testing.assert_close(got, siglip_loss(q, k, SCALE, BIAS))
+
+
+def test_equals_pytorch_metric_learning():
+    losses = pytest.importorskip("pytorch_metric_learning.losses")
+    (x,), (labels,) = features((12,), 3), ids_of((12,), 4)
+    got = supcon_loss(x, x, 10.0, labels, labels, exclude_self=True)
+    torch.testing.assert_close(got, losses.SupConLoss(temperature=0.1)(x, labels))
+
+
+def test_no_matrix_of_scores_is_kept():
+    q, k = (leaf(torch.cat(features((300,), seed))) for seed in (1, 2))
+    ids = torch.arange(300) % 40
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_relations, "TILE", (32, 64))
+        for loss in (supcon_loss, sigmoid_supcon_loss):
+            for order in (1, 2):
+                assert largest_kept(partial(loss, q, k, 5.0, ids, ids), (q, k), order) <= 32 * 64
+
+
+@pytest.mark.ranks(3)
+def test_bad_input_raises_on_every_rank(rank, world):
+    q, k, ids = torch.ones(2, 4), torch.ones(3, 4), torch.arange(3)
+    good = (q, k, 1.0, ids[:2], ids)
+    wrong = {
+        "3 entries for 2 rows of query": ((q, k, 1.0, ids, ids), {}, PieceMismatch),
+        "missing on one side": ((q, k, 1.0, ids[:2], None), {}, InputError),
+        "not a vector of whole": ((q, k, 1.0, ids[:2].float(), ids), {}, TensorError),
+        "key has another width": ((q, k[:, :3], 1.0, ids[:2], ids), {}, PieceMismatch),
+        "key has another dtype": ((q, k.double(), 1.0, ids[:2], ids), {}, PieceMismatch),
+        "not a single finite": ((q, k, float("nan"), ids[:2], ids), {}, InputError),
+        "one vector in each row": ((q[0], k, 1.0, ids[:2], ids), {}, TensorError),
+        "other width": ((q[:, :3], k[:, :3], 1.0, ids[:2], ids), {}, PieceMismatch),
+        "other options": (good, {"margin": 0.1}, PieceMismatch),
+        "exclude_self needs": (good, {"exclude_self": True}, PieceMismatch),
+        "2 rows of query": (good, {"query_weights": torch.ones(4)}, PieceMismatch),
+        "no grad_reduction": (good, {"grad_reduction": "avg"}, InputError),
+        "of width 5": (good, {"queue": KeyQueue(2, 5, ids=True)}, PieceMismatch),
+        "queue holds no ids": (good, {"queue": KeyQueue(2, 4)}, InputError),
+    }
+    for text, (given, options, error) in wrong.items():
+        call = partial(supcon_loss, *given, **options) if rank == 1 else partial(supcon_loss, *good)
+        raises_everywhere(error, call, text, "rank 1: ", "<-")
+    empty = partial(supcon_loss, q[:0], k[:0], 1.0, ids[:0], ids[:0])
+    raises_everywhere(InputError, empty, "no rank has a query and a key")

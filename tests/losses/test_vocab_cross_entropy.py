@@ -1,0 +1,187 @@
+"""cross_entropy with the vocabulary split among ranks against torch's own in one process."""
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+
+import allgrad as ag
+from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError
+from allgrad.losses import cross_entropy, reference, vocab_cross_entropy
+from counting import Counted
+from exactness import leaf, loss, place, random
+from losses.kept_memory import largest_kept
+from nn.twins import close, derivatives
+from places import on
+from refusals import raises_everywhere
+
+WORDS = {"equal": (3, 3, 3, 3), "ragged": (4, 1, 2, 5)}
+WIDTH = 4
+
+
+def tensors(words, shape=(2, 3), dtype=torch.float64):
+    """Hidden, weight and bias of all ranks, and targets of which one is ignored."""
+    hidden = random((*shape, WIDTH), 1, dtype)
+    weight, bias = random((words, WIDTH), 2, dtype), random((words,), 3, dtype)
+    targets = torch.randint(words, shape, generator=torch.Generator().manual_seed(4))
+    targets.view(-1)[1:2] = -100
+    return hidden, weight, bias, targets
+
+
+def check(group, kind, label_smoothing, reduction, *, with_bias, ignore_index=-100, chunk=None):
+    rank, world = place(group)
+    words = WORDS[kind][:world]
+    hidden, weight, bias, targets = tensors(sum(words))
+    targets[targets == -100] = ignore_index
+    options = {
+        "label_smoothing": label_smoothing,
+        "reduction": reduction,
+        "ignore_index": ignore_index,
+    }
+
+    whole = [leaf(x) for x in (hidden, weight, bias)]
+    want = reference.cross_entropy(
+        *whole[:2], targets, bias=whole[2] if with_bias else None, **options
+    )
+    own = [leaf(hidden), *(leaf(x.split(words)[rank]) for x in (weight, bias))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocab_cross_entropy, "CHUNK_BYTES", chunk or 1 << 20)
+        got = cross_entropy(
+            *own[:2], targets, bias=own[2] if with_bias else None, group=group, **options
+        )
+        close(got, want, "the value")
+
+        def parts(found):
+            return [found[0], *(x.split(words)[rank] for x in found[1:])]
+
+        want = derivatives(loss(want, 0), whole, graph=True)
+        got = derivatives(loss(got, 0), own, graph=True)
+        for g, w in zip(got, parts(want), strict=True):
+            close(g, w, "the gradient")
+        # A second loss must be the same on every rank as well: pieces are joined first.
+        joined = [
+            got[0],
+            *(ag.all_gather(g, sizes=words, group=group, grad="same") for g in got[1:]),
+        ]
+        want = derivatives(sum(loss(g, 50) for g in want), whole)
+        got = derivatives(sum(loss(g, 50) for g in joined), own)
+        for g, w in zip(got, parts(want), strict=True):
+            close(g, w, "the second derivative")
+
+
+def check_all(group):
+    for case in product((0.0, 0.2), ("mean", "sum", "none")):
+        check(group, "ragged", *case, with_bias=case[0] > 0)
+    check(group, "equal", 0.0, "mean", with_bias=False)
+    check(group, "ragged", 0.1, "mean", with_bias=True, ignore_index=0)
+
+
+@pytest.mark.parametrize("where", ["no world", "2 ranks", "4 ranks", "ranks 1 and 3 of 4"])
+def test_equals_torch_with_two_derivatives(where):
+    on(where, check_all)
+
+
+@pytest.mark.ranks(3)
+def test_chunks_of_rows_that_fit_nothing_evenly(rank, world):
+    for chunk in (1, 2 * 4 * 8, 4 * 4 * 8):
+        check(None, "ragged", 0.2, "mean", with_bias=True, chunk=chunk)
+
+
+@pytest.mark.ranks(3)
+def test_tokens_of_each_rank_are_joined_first(rank, world):
+    """Sequence parallel: hidden and targets are pieces, gathered as values that all ranks use alike."""
+    hidden, weight, _, targets = tensors(9, (6,))
+    whole = [leaf(hidden), leaf(weight)]
+    want = reference.cross_entropy(*whole, targets)
+    want.backward()
+    sizes = (3, 1, 2)
+    own = [leaf(hidden.split(sizes)[rank]), leaf(weight.split(3)[rank])]
+    everyone = ag.all_gather(own[0], grad="same")
+    got = cross_entropy(everyone, own[1], ag.all_gather(targets.split(sizes)[rank]))
+    close(got, want, "the value")
+    got.backward()
+    close(own[0].grad, whole[0].grad.split(sizes)[rank], "the gradient of the own tokens")
+    close(own[1].grad, whole[1].grad.split(3)[rank], "the gradient of the own words")
+
+
+@pytest.mark.ranks(3)
+def test_messages_of_a_step(rank, world):
+    hidden, weight, _, targets = tensors(9)
+    own = [leaf(hidden), leaf(weight.split(3)[rank])]
+    counts = []
+    for sizes in (None, "equal", (3, 3, 3)):
+        with Counted() as calls:
+            cross_entropy(*own, targets, sizes=sizes).backward()
+        counts.append(len(calls))
+    assert counts == [3, 2, 2]
+
+
+@pytest.mark.ranks(2)
+def test_narrow_weights_keep_their_sums_in_float32(rank, world):
+    hidden, weight, _, targets = tensors(8, (5,))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        own = [leaf(hidden.to(dtype)), leaf(weight.to(dtype).split(4)[rank])]
+        got = cross_entropy(*own, targets)
+        assert got.dtype == torch.float32
+        want = reference.cross_entropy(
+            hidden.to(dtype).double(), weight.to(dtype).double(), targets
+        )
+        torch.testing.assert_close(got.double(), want, rtol=2 * torch.finfo(dtype).eps, atol=0)
+        got.backward()
+        assert own[0].grad.dtype == own[1].grad.dtype == dtype
+
+
+def test_no_matrix_of_logits_is_kept():
+    hidden, weight = leaf(random((512, 8), 1)), leaf(random((512, 8), 2))
+    targets = torch.arange(512)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocab_cross_entropy, "CHUNK_BYTES", 32 * 512 * 8)
+        for order in (1, 2):
+            run = partial(cross_entropy, hidden, weight, targets)
+            assert largest_kept(run, (hidden, weight), order) <= 512 * 8
+
+
+@pytest.mark.ranks(3)
+def test_bad_input_raises_on_every_rank(rank, world):
+    hidden, weight, bias, targets = tensors(9)
+    weight, bias = weight.split(3)[rank], bias.split(3)[rank]
+    other = targets.clone()
+    other[0, 0] = (targets[0, 0] + 1) % 9
+    wrong = {
+        "share of the vocabulary is empty": (hidden, weight[:0], targets, None, PieceMismatch),
+        "other rows": (hidden, weight, targets[:1], None, PieceMismatch),
+        "other widths": (hidden, weight[:, :3], targets, None, PieceMismatch),
+        "dtypes": (hidden, weight.float(), targets, None, PieceMismatch),
+        "other numbers of words": (hidden, weight, targets, bias[:2], PieceMismatch),
+        "whole numbers": (hidden, weight, targets.double(), None, TensorError),
+        "floating-point": (hidden.long(), weight, targets, None, TensorError),
+        "other shape of hidden": (hidden[:1], weight, targets[:1], None, PieceMismatch),
+        "other targets": (hidden, weight, other, None, PieceMismatch),
+        "other options": (hidden, weight, targets, bias, PieceMismatch),
+    }
+    for text, (*given, error) in wrong.items():
+        h, w, t, b = given if rank == 1 else (hidden, weight, targets, None)
+        call = partial(cross_entropy, h, w, t, bias=b)
+        raises_everywhere(error, call, text, "rank 1: ", "<-")
+
+
+@pytest.mark.ranks(2)
+def test_targets_out_of_range_and_unknown_options(rank, world):
+    hidden, weight, _, targets = tensors(6)
+    weight = weight.split(3)[rank]
+    for bad, says in ((6, "is 6"), (-1, "negative")):
+        t = targets.clone()
+        t[0, 0] = bad
+        for sizes in (None, (3, 3)):
+            call = partial(cross_entropy, hidden, weight, t, sizes=sizes)
+            raises_everywhere(InputError, call, says, "6 words")
+    raises_everywhere(
+        InputError, lambda: cross_entropy(hidden, weight, targets, label_smoothing=2), "label_smoo"
+    )
+    raises_everywhere(
+        InputError, lambda: cross_entropy(hidden, weight, targets, reduction="max"), "no reduction"
+    )
+    raises_everywhere(
+        SizesError, lambda: cross_entropy(hidden, weight, targets, sizes=(4, 2)), "but it holds 3"
+    )
