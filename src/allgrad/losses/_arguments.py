@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from allgrad.errors import InputError
-from allgrad.losses._engine import LossConfig, contrastive_loss
+from allgrad.losses._config import LossConfig
+from allgrad.losses._engine import contrastive_loss
 from allgrad.losses._handshake import exchange_args
 from allgrad.losses._key_blocks import KeyLayout
 from allgrad.losses._rank_args import GradNeeds
@@ -68,7 +69,7 @@ def global_loss(
         name,
         kind,
         KeyLayout(batch.rank, batch.keys, group),
-        sum(batch.pairs),
+        batch.pairs,
         label_smoothing=float(label_smoothing),
         grad_reduction=grad_reduction,
         needs_key_grad=GradNeeds.KEYS in batch.needs,

@@ -108,7 +108,7 @@ def _without_exchange(
         )
     require_pairs(name, sum(pairs))
     keys = pairs
-    if len(own.features) > 2:  # ranks may have different numbers of further keys
+    if any(spec.given == "tensor" for spec in own.features[2:]):  # ranks may differ in their number
         extra = torch.tensor([own.keys - own.pairs], device=device)
         found = all_gather(extra, sizes="equal", group=group, grad="none").tolist()
         keys = tuple(a + b for a, b in zip(pairs, found, strict=True))
