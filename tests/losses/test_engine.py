@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import allgrad as ag
-from allgrad.errors import ModeError
 from allgrad.losses import _column_sums, _key_blocks, clip_loss, info_nce_loss, siglip_loss
 from allgrad.losses._tiles import torch as torch_tiles
 from counting import Counted
@@ -183,42 +182,6 @@ def test_no_graph_without_grad_mode(rank, world):
             got = loss(*batch(name, counts, rank), **options)
         assert not got.requires_grad
         torch.testing.assert_close(got, formula(*batch(name, counts), **options).detach(), **TIGHT)
-
-
-# Ways to ask for the gradient of the loss plus a penalty on its gradient. Autograd prunes the nodes
-# that do not lead to the tensors asked for, and a pruned refusal would be silent.
-ASK = {
-    "grad": torch.autograd.grad,
-    "backward": lambda total, _: total.backward(),
-    "backward of inputs": lambda total, w: total.backward(inputs=[w]),
-}
-
-
-@pytest.mark.parametrize("ask", ASK)
-@pytest.mark.ranks(2)
-def test_second_derivative_is_refused(rank, world, ask):
-    for name, (loss, _, options) in LOSSES.items():
-        for number, x in enumerate(batch(name, PAIRS["ragged"][:world], rank)):
-            given = batch(name, PAIRS["ragged"][:world], rank)
-            w = torch.ones((), dtype=torch.float64, requires_grad=True)  # upstream of one input
-            given[number] = x.detach() * w
-            value = loss(*given, **options)
-            (first,) = torch.autograd.grad(value, w, create_graph=True)
-            with pytest.raises(ModeError, match=f"{loss.__name__}: .*first derivative only"):
-                ASK[ask](value + first.square(), w)
-
-
-@pytest.mark.ranks(2)
-def test_second_derivative_by_another_input_is_refused(rank, world):
-    """The gradient by the keys depends on the queries, the scale, and what multiplies the loss."""
-    for name, (loss, _, options) in LOSSES.items():
-        given = batch(name, PAIRS["ragged"][:world], rank)
-        factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-        value = factor * loss(*given, **options)
-        (by_key,) = torch.autograd.grad(value, given[1], create_graph=True)
-        for x in (factor, *given):
-            with pytest.raises(ModeError, match="first derivative only"):
-                torch.autograd.grad(by_key.square().sum(), x, retain_graph=True)
 
 
 @pytest.mark.ranks(2)

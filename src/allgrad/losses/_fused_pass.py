@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from allgrad.losses._config import LossConfig
     from allgrad.losses._key_blocks import KeyBlock
 
-__all__ = ["FusedPass", "has_fused_kernels"]
+__all__ = ["FusedPass", "has_fused_kernels", "times"]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 @cache
@@ -55,89 +55,102 @@ class FusedPass:
         self.first_pair = block.first_pair
 
     def loss(self) -> tuple[Tensor, Tensor, Sums]:
-        """The loss, the dot products, and what else the gradients need."""
+        """The loss, a matrix that the gradients need, and what else they need.
+
+        The matrix has the dot products, or for SIGMOID the derivatives by the scores.
+        """
         config, layout, fused = self.config, self.config.layout, self.fused
-        dots = fused.dot_products(self.q, self.k.T)
+        dots, mean_factor = fused.dot_products(self.q, self.k.T), config.mean_factor
         if config.kind is LossKind.SIGMOID:
-            parts = fused.sigmoid_term(
+            by_score, numbers = fused.sigmoid_terms(
                 dots,
                 self.scale,
                 self.bias,
+                dtype=self.q.dtype,
+                needs_grad=config.needs_grad,
                 first_pair=self.first_pair,
-                mean_factor=config.mean_factor,
+                mean_factor=mean_factor,
             )
-            return self._over_ranks(parts.sum()), dots, Sums(None, None, self.scale)
-        found = fused.row_sums(
+            return self._over_ranks(numbers[0]), by_score, Sums(None, None, numbers[1:])
+        found = fused.softmax_terms(
             config.kind,
             dots,
             self.scale,
+            alone=layout.world == 1,
             first_pair=self.first_pair,
-            mean_factor=config.mean_factor,
+            mean_factor=mean_factor,
             smoothing=config.smoothing,
         )
+        loss = found.loss
+        if config.smoothing:
+            all_scores = self.scale * self._sum(self.q).dot(self._sum(self.k)) / len(self.k)
+            loss = loss + config.smoothing * mean_factor * (found.pairs.sum() - all_scores)
         if found.column_parts is None:
-            loss = self._over_ranks(found.loss_parts.sum())
-            return loss, dots, Sums(found.row_lse, None, found.pair_weights)
-        if layout.world == 1:
-            column_lse = fused.column_terms(found, config.mean_factor)
-            sums = Sums(found.row_lse, column_lse, found.pair_weights)
-            return found.loss_parts.sum(), dots, sums
-        row_loss = found.loss_parts[: len(found.column_parts)].sum() / config.mean_factor
-        columns = column_sums(layout, found.column_parts.logsumexp(0), found.pairs, row_loss)
+            sums = Sums(found.row_lse, found.column_lse, found.pair_weights)
+            return self._over_ranks(loss), dots, sums
+        negatives = found.column_parts.logsumexp(0)
+        columns = column_sums(layout, negatives, found.pairs, loss / mean_factor)
         at_columns = (columns.own_negatives - found.pairs).sigmoid()
         sums = Sums(found.row_lse, columns.lse, found.pair_weights - at_columns)
-        return columns.loss * config.mean_factor, dots, sums
+        return columns.loss * mean_factor, dots, sums
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return x.sum(0, dtype=torch.float32)
 
     def _over_ranks(self, loss: Tensor) -> Tensor:
         layout = self.config.layout
         return loss if layout.world == 1 else all_reduce(loss, group=layout.group, grad="none")
 
-    def gradients(
-        self, needed: Sequence[bool], by_loss: Tensor, dots: Tensor, sums: Sums
-    ) -> tuple[Tensor | None, ...]:
-        """The gradients by queries, keys, scale and bias."""
-        config, layout, q = self.config, self.config.layout, self.q
-        later = config.sums_loss_weights  # the factor is known after the message
-        found = self.fused.products(
-            config.weights(sums),
-            dots,
-            q,
+    def products(
+        self, needed: Sequence[bool], by_loss: Tensor | None, kept: Tensor, sums: Sums
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients by queries and by keys, before they are multiplied by the last of numbers.
+
+        The other numbers are the gradients by the scale and, for SIGMOID, the bias. ``kept`` is the
+        matrix of forward.
+        """
+        config = self.config
+        if config.kind is LossKind.SIGMOID:
+            by_score = kept
+            numbers = sums.pair_weights if by_loss is None else sums.pair_weights * by_loss
+        else:
+            by_score, numbers = self.fused.softmax_weights(
+                config.weights(sums),
+                kept,
+                self.scale,
+                dtype=self.q.dtype,
+                by_loss=by_loss,
+                first_pair=self.first_pair,
+                mean_factor=config.mean_factor,
+            )
+        both = self.fused.products(
+            by_score,
+            self.q,
             self.k,
-            self.scale,
-            bias=self.bias,
-            by_loss=None if later else by_loss,
-            first_pair=self.first_pair,
-            mean_factor=config.mean_factor,
             needs_query_grad=needed[0],
             needs_key_grad=config.needs_key_grad,
         )
-        rows = len(q)
-        if layout.world == 1:
-            both = _times(found.both, found.gain, q.dtype)
-            by_query = both[:rows] if needed[0] else None
-            by_key = both[rows:] if config.needs_key_grad else None
-            return by_query, by_key, found.by_scale, self._of_bias(found.by_bias)
-        total = by_loss if later else None
-        by_key = None
+        return both, numbers
+
+    def gradients_of_ranks(
+        self, needed: Sequence[bool], by_loss: Tensor, kept: Tensor, sums: Sums
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients by queries, keys, scale and bias, of several ranks."""
+        config, layout, dtype = self.config, self.config.layout, self.q.dtype
+        later = config.sums_loss_weights  # the factor is known after the message
+        both, numbers = self.products(needed, None if later else by_loss, kept, sums)
+        total, by_key, rows = by_loss if later else None, None, len(self.q)
         if config.needs_key_grad:
-            own, total = reduce_sums(layout, found.both[rows:].mul_(found.gain), total)
-            by_key = own.to(q.dtype) if total is None else _times(own, total, q.dtype)
+            own, total = reduce_sums(layout, both[rows:].mul_(numbers[-1]), total)
+            by_key = own.to(dtype) if total is None else times(own, total, dtype)
         elif total is not None:
             total = all_reduce(total, group=layout.group, grad="none")
-        gain = found.gain if total is None else found.gain * total
-        by_query = _times(found.both[:rows], gain, q.dtype) if needed[0] else None
-        by_scale, by_bias = found.by_scale, self._of_bias(found.by_bias)
         if total is not None:
-            by_scale = by_scale * total
-            by_bias = None if by_bias is None else by_bias * total
-        return by_query, by_key, by_scale, by_bias
-
-    def _of_bias(self, by_bias: Tensor | None) -> Tensor | None:
-        return None if self.bias is None else by_bias
+            numbers = numbers * total
+        by_query = times(both[:rows], numbers[-1], dtype) if needed[0] else None
+        return by_query, by_key, numbers[0], None if self.bias is None else numbers[1]
 
 
-def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """``x * factor`` in ``dtype``, rounded once."""
-    if dtype == x.dtype:
-        return x.mul_(factor)
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))

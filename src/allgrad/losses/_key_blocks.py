@@ -64,9 +64,11 @@ class KeyLayout:
         return self.sizes.count(self.sizes[0]) == len(self.sizes)
 
 
-def key_blocks(layout: KeyLayout, k: Tensor, *, ring: bool) -> GatheredKeys | RingKeys:
-    """The keys of all ranks, gathered or around a ring."""
-    return RingKeys(layout, k) if ring else GatheredKeys(layout, k)
+def key_blocks(
+    layout: KeyLayout, k: Tensor, *, ring: bool, joined: Tensor | None = None
+) -> GatheredKeys | RingKeys:
+    """The keys of all ranks, gathered or around a ring; ``joined`` were gathered before."""
+    return RingKeys(layout, k) if ring else GatheredKeys(layout, k, joined)
 
 
 def needs_ring(layout: KeyLayout, k: Tensor, budget: int, ring: bool | None) -> bool:
@@ -91,11 +93,12 @@ class GatheredKeys:
 
     count = 1
 
-    def __init__(self, layout: KeyLayout, k: Tensor) -> None:
+    def __init__(self, layout: KeyLayout, k: Tensor, joined: Tensor | None = None) -> None:
         self.layout = layout
-        joined = k.contiguous()
-        if layout.world > 1:
-            joined = all_gather(joined, sizes=layout.sizes, group=layout.group, grad="none")
+        if joined is None:
+            joined = k.contiguous()
+            if layout.world > 1:
+                joined = all_gather(joined, sizes=layout.sizes, group=layout.group, grad="none")
         self.block = KeyBlock(0, joined, 0, layout.start)
 
     def blocks(self) -> Iterator[KeyBlock]:

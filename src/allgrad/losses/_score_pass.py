@@ -9,10 +9,9 @@ import torch
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.losses._column_sums import column_sums, softplus
 from allgrad.losses._config import Sums
-from allgrad.losses._key_blocks import key_blocks, needs_ring
 from allgrad.losses._kind import LossKind
 from allgrad.losses._tiles.accumulators import accumulator_dtype
-from allgrad.losses._tiles.torch import KEPT_SCORES, Gradients, row_dots, tiles_for
+from allgrad.losses._tiles.torch import Gradients, row_dots, tiles_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +28,7 @@ __all__ = ["ScorePass"]
 class ScorePass:
     """One pass over the scores of this rank's queries and all keys, in tiles.
 
-    ``keys`` and ``states`` are those of the forward pass, if this is the backward pass.
+    ``states`` are those of the forward pass, if this is the backward pass.
     """
 
     def __init__(
@@ -40,17 +39,14 @@ class ScorePass:
         scale: Tensor,
         bias: Tensor | None,
         *,
-        keys: GatheredKeys | RingKeys | None = None,
-        states: list[Tensor | None] | None = None,
+        keys: GatheredKeys | RingKeys,
+        keep: bool,
+        states: Sequence[Tensor | None] = (),
     ) -> None:
         self.config, self.q, self.k, self.scale, self.bias = config, q.contiguous(), k, scale, bias
         self.dtype = accumulator_dtype(q.dtype)
-        ring = needs_ring(config.layout, k, config.budget, config.ring)
-        # From the sizes of all ranks: with SIGMOID, it decides the order of the messages.
-        scores = max(config.pairs) * sum(config.layout.sizes)
-        self.keep = not ring and scores <= KEPT_SCORES.get(q.device.type, 0)
-        self.keys = keys or key_blocks(config.layout, k, ring=ring)
-        self.states: list[Tensor | None] = [None] * self.keys.count if states is None else states
+        self.keys, self.keep = keys, keep
+        self.states: list[Tensor | None] = list(states) or [None] * keys.count
 
     def loss(
         self, needed: Sequence[bool]

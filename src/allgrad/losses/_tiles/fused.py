@@ -1,8 +1,9 @@
 """Few launches for batches whose scores fit into memory: one matrix product, then fused kernels.
 
-    forward     dots = q @ k.T                    float32, kept for backward
-                rows, columns or sigmoids         the loss and what its gradient needs
-    backward    weights                           the derivative by each score, in the features' dtype
+    forward     dots = q @ k.T                    float32
+                softmax: sums of tiles, terms     the loss, and what its gradient needs
+                sigmoid: terms and weights        the loss, and the derivative by each score
+    backward    softmax: weights                  the derivative by each score, in the features' dtype
                 weights @ k, weights.T @ q        float32, then times one number
 
 What can be prepared for sizes is prepared once: the host does little more than launch.
@@ -11,7 +12,7 @@ What can be prepared for sizes is prepared once: the host does little more than 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,38 +24,55 @@ if TYPE_CHECKING:
 
     from allgrad.losses._tiles.torch import Weights
 
-__all__ = ["RowSums", "column_terms", "dot_products", "products", "row_sums", "sigmoid_term"]
+__all__ = ["dot_products", "products", "sigmoid_terms", "softmax_terms", "softmax_weights"]
 
-_TILE = {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 4}  # of kernels that see a score once
-_COLUMNS = {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4}
+_LSE_TILE, _TILE, _TERMS = (64, 128), (32, 128), (32, 32)
 
 
-class _Plan(NamedTuple):
-    """Grids and blocks for one number of rows and columns."""
+class Plan(NamedTuple):
+    """Grids for one number of rows and columns."""
 
-    tiles: tuple[int, int]
-    rows: dict[str, int]  # blocks of row_stats
-    row_programs: int
-    column_programs: int
+    lse_tiles: tuple[int, int, int]
+    tiles: tuple[int, int, int]
+    terms: tuple[int, int, int]
+    alignment: int  # of what Triton compiles kernels for
 
 
 @lru_cache(maxsize=256)
-def _plan(rows: int, columns: int) -> _Plan:
-    # A program has whole rows. Few rows each fill the device; more have fewer parts of columns.
-    block_m = 16 if rows <= 8192 else 32
-    options = {"BLOCK_M": block_m, "BLOCK_N": 256, "num_warps": 8}
-    tiles = -(-columns // _TILE["BLOCK_N"]), -(-rows // _TILE["BLOCK_M"])
-    return _Plan(tiles, options, -(-rows // block_m), -(-columns // _COLUMNS["BLOCK_N"]))
+def _plan(rows: int, columns: int) -> Plan:
+    def tiles(block_m: int, block_n: int) -> tuple[int, int, int]:
+        return -(-columns // block_n), -(-rows // block_m), 1
+
+    alignment = 1 if columns == 1 else 16 if columns % 16 == 0 else 2
+    return Plan(tiles(*_LSE_TILE), tiles(*_TILE), (-(-rows // _TERMS[1]), 1, 1), alignment)
 
 
-class RowSums(NamedTuple):
-    """What one pass over the scores of a softmax gives."""
+_compiled: dict[tuple[Any, ...], Any] = {}
 
-    row_lse: Tensor
-    pairs: Tensor  # scores
-    pair_weights: Tensor
-    column_parts: Tensor | None  # the logsumexp of each column over some rows, without pairs
-    loss_parts: Tensor  # the terms along rows; room for those along columns behind them
+
+def _launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    args: tuple[Any, ...],
+    constants: tuple[int, ...],
+    *signature: object,
+) -> None:
+    """Launch a kernel. What Triton does in each call is done here once for each kind of call.
+
+    ``constants`` and ``signature`` are what Triton would find the compiled kernel by: the last
+    arguments, dtypes, the alignment of rows, the device.
+    """
+    key = kernel, constants, signature
+    found = _compiled.get(key)
+    if found is None:
+        _compiled[key] = kernel[grid](*args, *constants, num_warps=4)
+    else:
+        found[grid](*args, *constants)
+
+
+def _store_scale(dtype: torch.dtype) -> int:
+    # Weights are at most 2. Stored times 2^14, small ones keep their digits in float16.
+    return 2**14 if dtype == torch.float16 else 1
 
 
 def dot_products(q: Tensor, k: Tensor, out: Tensor | None = None) -> Tensor:
@@ -64,143 +82,143 @@ def dot_products(q: Tensor, k: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mm(q, k, out_dtype=torch.float32, out=out)
 
 
-def row_sums(
+class SoftmaxTerms(NamedTuple):
+    """What one pass over the scores of a softmax gives."""
+
+    row_lse: Tensor
+    column_lse: Tensor | None  # if all rows are here
+    column_parts: Tensor | None  # otherwise, the logsumexp of each column over some rows
+    pairs: Tensor  # scores
+    pair_weights: Tensor
+    loss: Tensor
+
+
+def softmax_terms(
     kind: LossKind,
     dots: Tensor,
     scale: Tensor,
     *,
+    alone: bool,
     first_pair: int,
     mean_factor: float,
     smoothing: float,
-) -> RowSums:
+) -> SoftmaxTerms:
+    """The terms of the loss along rows and, if this rank is ``alone``, along columns."""
     rows, columns = dots.shape
     plan = _plan(rows, columns)
     both = kind is LossKind.SOFTMAX_BOTH
-    programs = plan.row_programs
-    vectors = dots.new_empty(3, rows)
-    row_lse, pairs, pair_weights = vectors.unbind()
-    column_parts = dots.new_empty(programs, columns) if both else None
-    loss_parts = dots.new_empty(programs + plan.column_programs if both else programs)
-    kernels.row_stats[(programs,)](
-        dots,
-        scale,
+    across, down, _ = plan.lse_tiles
+    parts = dots.new_empty(across * rows + (down * columns if both else 0))
+    column_parts = parts[across * rows :] if both else parts
+    device = dots.device
+    _launch(
+        kernels.tile_lse,
+        plan.lse_tiles,
+        (dots, scale, parts, column_parts, rows, columns, first_pair),
+        (both, *_LSE_TILE),
+        device,
+        plan.alignment,
+    )
+    programs = plan.terms[0]
+    memory = dots.new_empty(4 * rows + programs)
+    row_lse, pairs, pair_weights, column_lse, loss_parts = memory.split_with_sizes(
+        (rows, rows, rows, rows, programs)
+    )
+    complete = both and alone
+    vectors = row_lse, column_lse, pairs, pair_weights, loss_parts
+    sizes = rows, columns, first_pair, across, down
+    _launch(
+        kernels.softmax_terms,
+        plan.terms,
+        (dots, scale, parts, column_parts, *vectors, *sizes, mean_factor, smoothing),
+        (complete, *_TERMS),
+        device,
+        plan.alignment,
+    )
+    return SoftmaxTerms(
         row_lse,
+        column_lse if complete else None,
+        column_parts.view(down, columns) if both and not alone else None,
         pairs,
         pair_weights,
-        dots if column_parts is None else column_parts,
-        loss_parts,
-        rows,
-        columns,
-        first_pair,
-        mean_factor,
-        smoothing,
-        smoothing / columns,
-        HAS_COLUMNS=both,
-        HAS_SMOOTHING=smoothing != 0,
-        **plan.rows,
+        loss_parts.sum(),
     )
-    return RowSums(row_lse, pairs, pair_weights, column_parts, loss_parts)
 
 
-def column_terms(sums: RowSums, mean_factor: float) -> Tensor:
-    """The logsumexp of each column if all rows are here; the terms of the loss go to ``loss_parts``."""
-    assert sums.column_parts is not None
-    count, columns = sums.column_parts.shape
-    column_lse = torch.empty_like(sums.pairs)
-    kernels.column_stats[(_plan(columns, columns).column_programs,)](
-        sums.column_parts,
-        sums.pairs,
-        column_lse,
-        sums.pair_weights,
-        sums.loss_parts[count:],
-        columns,
-        count,
-        mean_factor,
-        **_COLUMNS,
-    )
-    return column_lse
-
-
-def sigmoid_term(
-    dots: Tensor, scale: Tensor, bias: Tensor | None, *, first_pair: int, mean_factor: float
-) -> Tensor:
-    """The terms of the sigmoid loss, in parts."""
-    rows, columns = dots.shape
-    grid = _plan(rows, columns).tiles
-    parts = dots.new_empty(grid[0] * grid[1])
-    kernels.sigmoid_loss[grid](
-        dots,
-        scale,
-        scale if bias is None else bias,
-        parts,
-        rows,
-        columns,
-        first_pair,
-        mean_factor,
-        HAS_BIAS=bias is not None,
-        **_TILE,
-    )
-    return parts
-
-
-class Products(NamedTuple):
-    """The gradients by features, to be multiplied by ``gain``; by scale and bias they are complete."""
-
-    both: Tensor  # of the queries, then of the keys
-    gain: Tensor
-    by_scale: Tensor
-    by_bias: Tensor | None
-
-
-def products(
+def softmax_weights(
     weights: Weights,
     dots: Tensor,
-    q: Tensor,
-    k: Tensor,
     scale: Tensor,
     *,
-    bias: Tensor | None,
+    dtype: torch.dtype,
     by_loss: Tensor | None,
     first_pair: int,
     mean_factor: float,
-    needs_query_grad: bool,
-    needs_key_grad: bool,
-) -> Products:
-    """The products of the weights with the features: not multiplied by ``by_loss`` if it is None."""
+) -> tuple[Tensor, Tensor]:
+    """The derivative by each score; the gradient of the scale, and what products are multiplied by.
+
+    The second includes ``by_loss`` unless it is None; the first never does.
+    """
     rows, columns = dots.shape
-    grid = _plan(rows, columns).tiles
-    count, sigmoid = grid[0] * grid[1], weights.kind is LossKind.SIGMOID
-    # Weights are at most 2. Stored times 2^14, small ones keep their digits in float16.
-    store_scale = 2.0**14 if q.dtype == torch.float16 else 1.0
-    by_score = torch.empty_like(dots, dtype=q.dtype)
-    numbers = dots.new_empty(1 + (2 * count if sigmoid else count))
-    kernels.store_weights[grid](
-        dots,
-        by_score,
-        scale,
-        scale if bias is None else bias,
-        scale if weights.row_lse is None else weights.row_lse,
-        scale if weights.column_lse is None else weights.column_lse,
-        scale if sigmoid else weights.pair_weights,
-        scale if by_loss is None else by_loss,
-        numbers,
-        numbers[1:],
-        rows,
-        columns,
-        first_pair,
-        mean_factor,
-        weights.smoothing,
-        IS_SIGMOID=sigmoid,
-        HAS_COLUMNS=weights.kind is LossKind.SOFTMAX_BOTH,
-        HAS_BIAS=bias is not None,
-        HAS_BY_LOSS=by_loss is not None,
-        STORE_SCALE=store_scale,
-        **_TILE,
+    plan = _plan(rows, columns)
+    by_score = dots.new_empty((rows, columns), dtype=dtype)
+    parts = dots.new_empty(2, plan.tiles[0] * plan.tiles[1])
+    assert weights.row_lse is not None
+    has_columns, has_by_loss = weights.column_lse is not None, by_loss is not None
+    column_lse = weights.column_lse if has_columns else scale
+    vectors = weights.row_lse, column_lse, weights.pair_weights
+    numbers = rows, columns, first_pair, mean_factor, weights.smoothing
+    _launch(
+        kernels.softmax_weights,
+        plan.tiles,
+        (dots, by_score, scale, *vectors, by_loss if has_by_loss else scale, parts, *numbers),
+        (has_columns, has_by_loss, _store_scale(dtype), *_TILE),
+        dots.device,
+        plan.alignment,
+        dtype,
     )
-    both = dots.new_empty(rows + columns, q.shape[1])
+    return by_score, parts.sum(1)
+
+
+def sigmoid_terms(
+    dots: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    needs_grad: bool,
+    first_pair: int,
+    mean_factor: float,
+) -> tuple[Tensor, Tensor]:
+    """The derivative by each score, and numbers.
+
+    These are the loss, the gradients of the scale and the bias, and what products are multiplied by.
+    """
+    rows, columns = dots.shape
+    plan = _plan(rows, columns)
+    by_score = dots.new_empty((rows, columns) if needs_grad else 0, dtype=dtype)
+    parts = dots.new_empty(4 if needs_grad else 1, plan.tiles[0] * plan.tiles[1])
+    tensors = dots, by_score, scale, scale if bias is None else bias, parts
+    _launch(
+        kernels.sigmoid_weights,
+        plan.tiles,
+        (*tensors, rows, columns, first_pair, mean_factor),
+        (bias is not None, needs_grad, _store_scale(dtype), *_TILE),
+        dots.device,
+        plan.alignment,
+        dtype,
+    )
+    return by_score, parts.sum(1)
+
+
+def products(
+    by_score: Tensor, q: Tensor, k: Tensor, *, needs_query_grad: bool, needs_key_grad: bool
+) -> Tensor:
+    """The products of the derivatives by scores with the keys, then with the queries, in float32."""
+    rows, columns = by_score.shape
+    both = q.new_empty((rows + columns, q.shape[1]), dtype=torch.float32)
     if needs_query_grad:
         dot_products(by_score, k, out=both[:rows])
     if needs_key_grad:
         dot_products(by_score.T, q, out=both[rows:])
-    sums = numbers[1:].view(-1, count).sum(1)
-    return Products(both, numbers[0], sums[0], sums[1] if sigmoid else None)
+    return both
