@@ -182,7 +182,6 @@ def main() -> None:
     for loss in args.loss:
         for dtype in args.dtype:
             for width in args.width:
-                torch.compiler.reset()
                 make, formula = LOSSES[loss]
                 implementations, kind = make(), getattr(torch, dtype)
                 for name in args.without:
@@ -190,6 +189,7 @@ def main() -> None:
                 print(f"{loss}, {dtype}, D {width}\n  {'B':>9}", end="")
                 print("".join(f"{name[:13]:>14}" for name in implementations))
                 for pairs in args.pairs:
+                    torch.compiler.reset()
                     inputs = inputs_of(loss, pairs, width, kind)
                     found = times(implementations, inputs, args.repeats)
                     print(f"  {pairs:>9,}", end="")

@@ -74,6 +74,8 @@ class FusedPass:
             return self._over_ranks(numbers[0]), by_score, Sums(None, None, numbers[1:])
         found = fused.softmax_terms(
             config.kind,
+            self.q,
+            self.k,
             dots,
             self.scale,
             alone=layout.world == 1,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["dot_products", "products", "sigmoid_terms", "softmax_terms", "softmax_weights"]
 
-_LSE_TILE, _TILE, _TERMS = (64, 128), (32, 128), (32, 32)
+_LSE_TILE, _TILE, _TERMS = (64, 128), (32, 128), (32, 32, 128)
 
 
 class Plan(NamedTuple):
@@ -43,8 +43,13 @@ def _plan(rows: int, columns: int) -> Plan:
     def tiles(block_m: int, block_n: int) -> tuple[int, int, int]:
         return -(-columns // block_n), -(-rows // block_m), 1
 
-    alignment = 1 if columns == 1 else 16 if columns % 16 == 0 else 2
-    return Plan(tiles(*_LSE_TILE), tiles(*_TILE), (-(-rows // _TERMS[1]), 1, 1), alignment)
+    terms = -(-rows // _TERMS[1]), 1, 1
+    return Plan(tiles(*_LSE_TILE), tiles(*_TILE), terms, _alignment(columns))
+
+
+def _alignment(length: int) -> int:
+    """Of a row of this length: Triton compiles a kernel for each."""
+    return 1 if length == 1 else 16 if length % 16 == 0 else 2
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -95,6 +100,8 @@ class SoftmaxTerms(NamedTuple):
 
 def softmax_terms(
     kind: LossKind,
+    q: Tensor,
+    k: Tensor,
     dots: Tensor,
     scale: Tensor,
     *,
@@ -126,14 +133,18 @@ def softmax_terms(
     )
     complete = both and alone
     vectors = row_lse, column_lse, pairs, pair_weights, loss_parts
-    sizes = rows, columns, first_pair, across, down
+    sizes = rows, columns, q.shape[1], first_pair, across, down
     _launch(
         kernels.softmax_terms,
         plan.terms,
-        (dots, scale, parts, column_parts, *vectors, *sizes, mean_factor, smoothing),
+        (q, k, scale, parts, column_parts, *vectors, *sizes, mean_factor, smoothing),
         (complete, *_TERMS),
         device,
         plan.alignment,
+        _alignment(q.shape[1]),
+        q.data_ptr() % 16 == 0,
+        k.data_ptr() % 16 == 0,
+        q.dtype,
     )
     return SoftmaxTerms(
         row_lse,

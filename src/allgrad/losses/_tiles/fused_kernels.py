@@ -21,7 +21,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # Sizes that change from batch to batch must not trigger a compilation, except whether the rows of
 # the matrix are aligned.
-_SIZES = ("rows", "first_pair", "count", "row_count", "column_count")
+_SIZES = ("rows", "first_pair", "row_count", "column_count")
 _VECTORS = (
     *("row_lse", "column_lse", "pair_scores", "pair_weights", "row_parts", "column_parts"),
     *("scale", "bias", "by_loss", "loss_parts", "parts"),
@@ -29,22 +29,32 @@ _VECTORS = (
 
 
 @triton.jit
-def _product_minus_one(a, b):
-    """(1 + a)(1 + b) - 1, which keeps small a and b that 1 + a would round away."""
-    return a + b + a * b
+def _fast_log2(x):
+    """Triton's own log2 is a polynomial, several times as long as all else that a score needs."""
+    return tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
-def _log2_1p(x):
-    """log2(1 + x) for x from 0 up; 1 + x rounds a small x away, three terms of the series keep it."""
+def _fast_reciprocal(x):
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _log2_1p(x, log2_of_1p):
+    """log2(1 + x) for x from 0 to 1; 1 + x rounds a small x away, three terms of the series keep it."""
     series = x * (1.0 - x * (0.5 - x * 0.3333333333)) * LOG2E
-    return tl.where(x < 0.01, series, tl.log2(1.0 + x))
+    return tl.where(x < 0.01, series, log2_of_1p)
 
 
 @triton.jit
 def _softplus2(x):
     """log2(1 + 2^x)."""
-    return tl.maximum(x, 0.0) + _log2_1p(tl.exp2(-tl.abs(x)))
+    small = tl.exp2(-tl.abs(x))
+    return tl.maximum(x, 0.0) + _log2_1p(small, tl.log2(1.0 + small))
 
 
 @triton.jit
@@ -114,9 +124,9 @@ def _combined(parts, count, offs, length, BLOCK_P: tl.constexpr, BLOCK_N: tl.con
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VECTORS)
 def softmax_terms(
-    dots, scale, row_parts, column_parts, row_lse, column_lse, pair_scores, pair_weights, loss_parts,
-    rows, columns, first_pair, row_count, column_count, mean_factor, smoothing,
-    HAS_COLUMNS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, k, scale, row_parts, column_parts, row_lse, column_lse, pair_scores, pair_weights, loss_parts,
+    rows, columns, width, first_pair, row_count, column_count, mean_factor, smoothing,
+    HAS_COLUMNS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Of some rows: the logsumexp, the pair's score and weight, the terms of the loss.
 
@@ -124,8 +134,16 @@ def softmax_terms(
     """
     offs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = offs < rows
-    own = dots + offs.to(tl.int64) * columns + first_pair + offs
-    pair = tl.load(own, mask=mask, other=0.0) * (tl.load(scale) * LOG2E)
+    # Tensor cores cut off digits of a sum that a small loss needs of the score of its pair.
+    row = offs.to(tl.int64)[:, None]
+    pair = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for start in range(0, width, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)[None, :]
+        inside = mask[:, None] & (column < width)
+        left = tl.load(q + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        right = tl.load(k + (row + first_pair) * width + column, mask=inside, other=0.0)
+        pair += tl.sum(left * right.to(tl.float32), 1)
+    pair *= tl.load(scale) * LOG2E
     difference = _combined(row_parts, row_count, offs, rows, BLOCK_P, BLOCK_N) - pair
     loss = _softplus2(difference)
     weight = smoothing - _sigmoid2(difference)
@@ -196,14 +214,12 @@ def sigmoid_weights(
         scores += tl.load(bias) * LOG2E
     scores = tl.where(is_pair, -scores, scores)
     small = tl.exp2(-tl.abs(scores))
-    # A sum of logs is the log of a product: one logarithm for each 16 scores.
-    masked = tl.reshape(tl.where(mask, small, 0.0), (BLOCK_M, BLOCK_N // 8, 8))
-    product = tl.reduce(masked, 1, _product_minus_one)
-    terms = tl.sum(_log2_1p(product)) + tl.sum(tl.where(mask, tl.maximum(scores, 0.0), 0.0))
+    terms = tl.maximum(scores, 0.0) + _log2_1p(small, _fast_log2(1.0 + small))
+    terms = tl.sum(tl.where(mask, terms, 0.0))
     part = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     tl.store(parts + part, terms * LN2 * mean_factor)
     if HAS_WEIGHTS:
-        weight = tl.where(scores >= 0, 1.0, small) / (1.0 + small)
+        weight = tl.where(scores >= 0, 1.0, small) * _fast_reciprocal(1.0 + small)
         weight = tl.where(mask, tl.where(is_pair, -weight, weight), 0.0)
         tl.store(weights + place, (weight * STORE_SCALE).to(weights.dtype.element_ty), mask=mask)
         count = tl.num_programs(0) * tl.num_programs(1)
