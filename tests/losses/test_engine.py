@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import allgrad as ag
-from allgrad.errors import ModeError
-from allgrad.losses import _key_blocks, clip_loss, info_nce_loss, siglip_loss
+from allgrad.losses import _column_sums, _key_blocks, clip_loss, info_nce_loss, siglip_loss
 from allgrad.losses._tiles import torch as torch_tiles
 from counting import Counted
 from exactness import place
@@ -25,7 +24,9 @@ def check(group, name, kind, grad_reduction="mean", tile=None, **more):
 
     given = batch(name, counts, rank)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_tiles, "CPU_TILE", tile or torch_tiles.CPU_TILE)
+        if tile is not None:
+            patch.setattr(torch_tiles, "CPU_TILE", tile)
+            patch.setitem(torch_tiles.KEPT_SCORES, "cpu", 0)
         got = loss(*given, group=group, grad_reduction=grad_reduction, **options, **more)
         torch.testing.assert_close(got, want, **TIGHT)
         got.backward()
@@ -95,8 +96,41 @@ def test_sizes_given_spare_a_message(rank, world):
             with Counted() as calls:
                 loss(*batch(name, PAIRS["equal"][:world], rank), sizes=sizes, **options)
             messages.append(len(calls))
-        spared = 0 if loss is info_nce_loss else 1  # the numbers of negatives are still exchanged
+        spared = 0 if "negatives" in name else 1  # the numbers of negatives are still exchanged
         assert [messages[0] - n for n in messages] == [0, spared, spared], name
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.ranks(3)
+def test_a_step_makes_three_collective_calls(rank, world, kept):
+    """Keys; sums with the loss; gradients of keys with the weight of the loss."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not kept:
+            patch.setitem(torch_tiles.KEPT_SCORES, "cpu", 0)
+        for name, (loss, _, options) in LOSSES.items():
+            extra = "negatives" in name  # their numbers
+            for kind in ("equal", "ragged"):
+                counts = PAIRS[kind][:world]
+                with Counted() as calls:
+                    loss(*batch(name, counts, rank), sizes=counts, **options).backward()
+                assert len(calls) == 3 + extra, (name, kind, calls)
+                with Counted() as calls:
+                    loss(*batch(name, counts, rank), **options).backward()
+                assert len(calls) == 4, (name, kind, calls)  # the arguments of all ranks
+                with Counted() as calls:
+                    loss(*batch(name, counts, rank), sizes=counts, ring=True, **options).backward()
+                rounds = calls.count("all_to_all")
+                shifts = (world - 1) + world if loss is siglip_loss else 2 * (world - 1) + world
+                assert rounds == shifts, (name, kind, calls)
+                assert len(calls) <= 2 + rounds + extra, (name, kind, calls)
+
+
+@pytest.mark.ranks(2, 3)
+def test_large_column_sums_take_two_messages(rank, world):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_column_sums, "ONE_MESSAGE_UP_TO", 0)
+        for kind in PAIRS:
+            check(None, "clip", kind)
 
 
 @pytest.mark.ranks(3)
@@ -148,42 +182,6 @@ def test_no_graph_without_grad_mode(rank, world):
             got = loss(*batch(name, counts, rank), **options)
         assert not got.requires_grad
         torch.testing.assert_close(got, formula(*batch(name, counts), **options).detach(), **TIGHT)
-
-
-# Ways to ask for the gradient of the loss plus a penalty on its gradient. Autograd prunes the nodes
-# that do not lead to the tensors asked for, and a pruned refusal would be silent.
-ASK = {
-    "grad": torch.autograd.grad,
-    "backward": lambda total, _: total.backward(),
-    "backward of inputs": lambda total, w: total.backward(inputs=[w]),
-}
-
-
-@pytest.mark.parametrize("ask", ASK)
-@pytest.mark.ranks(2)
-def test_second_derivative_is_refused(rank, world, ask):
-    for name, (loss, _, options) in LOSSES.items():
-        for number, x in enumerate(batch(name, PAIRS["ragged"][:world], rank)):
-            given = batch(name, PAIRS["ragged"][:world], rank)
-            w = torch.ones((), dtype=torch.float64, requires_grad=True)  # upstream of one input
-            given[number] = x.detach() * w
-            value = loss(*given, **options)
-            (first,) = torch.autograd.grad(value, w, create_graph=True)
-            with pytest.raises(ModeError, match=f"{loss.__name__}: .*first derivative only"):
-                ASK[ask](value + first.square(), w)
-
-
-@pytest.mark.ranks(2)
-def test_second_derivative_by_another_input_is_refused(rank, world):
-    """The gradient by the keys depends on the queries, the scale, and what multiplies the loss."""
-    for name, (loss, _, options) in LOSSES.items():
-        given = batch(name, PAIRS["ragged"][:world], rank)
-        factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-        value = factor * loss(*given, **options)
-        (by_key,) = torch.autograd.grad(value, given[1], create_graph=True)
-        for x in (factor, *given):
-            with pytest.raises(ModeError, match="first derivative only"):
-                torch.autograd.grad(by_key.square().sum(), x, retain_graph=True)
 
 
 @pytest.mark.ranks(2)

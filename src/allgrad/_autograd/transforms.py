@@ -44,6 +44,7 @@ __all__ = [
     "apply",
     "has_only_shape",
     "is_plain_autograd",
+    "mode_anchor",
     "needs_graph",
     "order_with",
     "run_map",
@@ -146,7 +147,7 @@ def _shapes_alone(pair: AdjointPair, xs: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _run(function: type[_Apply], pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    anchor = _anchor(tangents=function is _Apply)
+    anchor = mode_anchor(tangents=function is _Apply)
     results: tuple[Tensor, ...] = function.apply(pair, anchor, *xs)  # type: ignore[no-untyped-call]
     return results
 
@@ -158,7 +159,7 @@ def _differentiable(xs: Sequence[Tensor]) -> bool:
     return False
 
 
-def _anchor(*, tangents: bool) -> Tensor:
+def mode_anchor(*, tangents: bool) -> Tensor:
     """The anchor, in every mode that is on: with a batch, with a tangent.
 
     What holds for gradients holds for these too. A rank whose piece has no batch, or no tangent,

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import TYPE_CHECKING, Literal, ParamSpec, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from allgrad._core.torch_internals import functorch_active, transform_names
 from allgrad.errors import InputError
-from allgrad.losses._engine import LossConfig, contrastive_loss
+from allgrad.losses._config import LossConfig
+from allgrad.losses._engine import contrastive_loss
 from allgrad.losses._handshake import exchange_args
 from allgrad.losses._key_blocks import KeyLayout
+from allgrad.losses._modes import no_vmap
 from allgrad.losses._rank_args import GradNeeds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from allgrad.losses._kind import LossKind
     from allgrad.types import GroupLike, Sizes
@@ -25,16 +28,8 @@ __all__ = ["BUDGET", "GradReduction", "global_loss"]
 GradReduction: TypeAlias = Literal["mean", "sum"]
 
 BUDGET = 8 << 30
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
-def _not_compiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Under torch.compile, a graph break: the function runs eagerly."""
-    return cast("Callable[_P, _T]", torch.compiler.disable(function))
-
-
-@_not_compiled
 def global_loss(
     name: str,
     kind: LossKind,
@@ -52,6 +47,36 @@ def global_loss(
 
     The names in ``features`` and ``scalars`` are those of the public function, for error messages.
     """
+    compute = _between_graphs if torch.compiler.is_compiling() else _global_loss
+    return compute(
+        name,
+        kind,
+        features,
+        scalars,
+        label_smoothing=label_smoothing,
+        grad_reduction=grad_reduction,
+        sizes=sizes,
+        group=group,
+        ring=ring,
+        budget=budget,
+    )
+
+
+def _global_loss(
+    name: str,
+    kind: LossKind,
+    features: Mapping[str, Tensor | None],
+    scalars: Mapping[str, Tensor | float | None],
+    *,
+    label_smoothing: float,
+    grad_reduction: GradReduction,
+    sizes: Sizes,
+    group: GroupLike,
+    ring: bool | None,
+    budget: int,
+) -> Tensor:
+    if functorch_active() and "Vmap" in transform_names():
+        raise no_vmap(name)
     numbers = {key: _as_tensor(x) for key, x in scalars.items()}
     batch = exchange_args(
         name,
@@ -68,7 +93,7 @@ def global_loss(
         name,
         kind,
         KeyLayout(batch.rank, batch.keys, group),
-        sum(batch.pairs),
+        batch.pairs,
         label_smoothing=float(label_smoothing),
         grad_reduction=grad_reduction,
         needs_key_grad=GradNeeds.KEYS in batch.needs,
@@ -81,6 +106,12 @@ def global_loss(
     scale, *others = numbers.values()
     assert scale is not None
     return contrastive_loss(config, q, k, scale, others[0] if others else None)
+
+
+@torch.compiler.disable
+def _between_graphs(*args: Any, **options: Any) -> Tensor:
+    """Under torch.compile, a graph break: the loss runs eagerly."""
+    return _global_loss(*args, **options)
 
 
 def _as_tensor(x: Tensor | float | None) -> Tensor | None:

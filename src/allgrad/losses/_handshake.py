@@ -7,6 +7,7 @@ same rules. So every rank raises the same error, with the same table.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -56,28 +57,54 @@ def exchange_args(
     its own arguments only, and in grad mode every gradient is assumed to be needed on some rank.
     """
     device = next((x.device for x in features.values() if isinstance(x, Tensor)), None)
+    call = resolve(name, group)
     own = RankArgs(
         kind,
-        int.from_bytes(blake2b(options.encode(), digest_size=OPTIONS_BYTES).digest(), "little"),
+        _digest(options),
         needs,
-        tuple(TensorSpec.of(key, x, read=False) for key, x in features.items()),
-        tuple(TensorSpec.of(key, x, read=sizes is None) for key, x in scalars.items()),
+        tuple([TensorSpec.of(key, x, read=False) for key, x in features.items()]),
+        tuple(
+            [
+                TensorSpec.of(key, x, read=sizes is None and _is_readable(x, call.size))
+                for key, x in scalars.items()
+            ]
+        ),
     )
     if sizes is not None:
         return _without_exchange(name, own, sizes, group, device)
-    call = resolve(name, group)
-    ranks = [own]
-    if call.size > 1:
-        ranks = _exchange(own, group, device)
-    check_args(
-        name, ranks, lambda rule, marks, advice: rank_table(rule, [*map(str, ranks)], marks, advice)
-    )
+    if call.size == 1:
+        return _check_alone(name, own)
+    ranks = _exchange(own, group, device)
+    _check_all(name, ranks)
     pairs = tuple(args.pairs for args in ranks)
-    require_pairs(name, sum(pairs))
     all_needs = GradNeeds(0)
     for args in ranks:
         all_needs |= args.needs
     return GlobalBatch(call.rank, pairs, tuple(args.keys for args in ranks), all_needs)
+
+
+@lru_cache(maxsize=256)
+def _digest(options: str) -> int:
+    digest = blake2b(options.encode(), digest_size=OPTIONS_BYTES).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _is_readable(x: object, world: int) -> bool:
+    """Whether a number is read: one rank alone does not wait for its device to check it."""
+    return world > 1 or not (isinstance(x, Tensor) and x.is_cuda)
+
+
+@lru_cache(maxsize=1024)
+def _check_alone(name: str, own: RankArgs) -> GlobalBatch:
+    _check_all(name, [own])
+    return GlobalBatch(0, (own.pairs,), (own.keys,), own.needs)
+
+
+def _check_all(name: str, ranks: list[RankArgs]) -> None:
+    check_args(
+        name, ranks, lambda rule, marks, advice: rank_table(rule, [*map(str, ranks)], marks, advice)
+    )
+    require_pairs(name, sum(args.pairs for args in ranks))
 
 
 def _exchange(own: RankArgs, group: GroupLike, device: torch.device | None) -> list[RankArgs]:
@@ -97,20 +124,26 @@ def _without_exchange(
     name: str, own: RankArgs, sizes: Sizes, group: GroupLike, device: torch.device | None
 ) -> GlobalBatch:
     call = resolve(name, group)
-    check_args(name, [own], lambda rule, _, advice: f"{rule}\n  here: {own}\n{advice}")
+    _check_own(name, own)
     equal = isinstance(sizes, str) and sizes == "equal"
     pairs = (own.pairs,) * call.size if equal else given_sizes(name, call, sizes)
-    rank = call.rank
-    if pairs[rank] != own.pairs:
+    if pairs[call.rank] != own.pairs:
         raise SizesError(
-            f"{name}: sizes={list(pairs)} say that rank {rank} holds {pairs[rank]} pairs, but it "
-            f"holds {own.pairs}.\nGive what each rank holds, in rank order."
+            f"{name}: sizes={list(pairs)} say that rank {call.rank} holds {pairs[call.rank]} pairs, "
+            f"but it holds {own.pairs}.\nGive what each rank holds, in rank order."
         )
     require_pairs(name, sum(pairs))
     keys = pairs
-    if len(own.features) > 2:  # ranks may have different numbers of further keys
+    if any(spec.given == "tensor" for spec in own.features[2:]):  # ranks may have different numbers
         extra = torch.tensor([own.keys - own.pairs], device=device)
         found = all_gather(extra, sizes="equal", group=group, grad="none").tolist()
         keys = tuple(a + b for a, b in zip(pairs, found, strict=True))
-    needs = GradNeeds.KEYS | GradNeeds.ANY if torch.is_grad_enabled() else GradNeeds(0)
-    return GlobalBatch(rank, pairs, keys, needs)
+    needs = own.needs
+    if call.size > 1:
+        needs = GradNeeds.KEYS | GradNeeds.ANY if torch.is_grad_enabled() else GradNeeds(0)
+    return GlobalBatch(call.rank, pairs, keys, needs)
+
+
+@lru_cache(maxsize=1024)
+def _check_own(name: str, own: RankArgs) -> None:
+    check_args(name, [own], lambda rule, _, advice: f"{rule}\n  here: {own}\n{advice}")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     AddBlock: TypeAlias = Callable[["KeyBlock", list[Tensor]], None]
 
-__all__ = ["GatheredKeys", "KeyBlock", "KeyLayout", "RingKeys", "key_blocks"]
+__all__ = ["GatheredKeys", "KeyBlock", "KeyLayout", "RingKeys", "key_blocks", "needs_ring"]
 
 
 class KeyBlock(NamedTuple):
@@ -54,15 +54,33 @@ class KeyLayout:
     def world(self) -> int:
         return len(self.sizes)
 
+    @property
+    def start(self) -> int:
+        """Where this rank's keys begin among the joined keys."""
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def is_equal(self) -> bool:
+        return self.sizes.count(self.sizes[0]) == len(self.sizes)
+
 
 def key_blocks(
-    layout: KeyLayout, k: Tensor, budget: int, ring: bool | None
+    layout: KeyLayout, k: Tensor, *, ring: bool, joined: Tensor | None = None
 ) -> GatheredKeys | RingKeys:
-    """Gather if the joined keys and their gradient accumulators fit into ``budget`` bytes."""
-    row_bytes = k.shape[1] * (k.dtype.itemsize + accumulator_dtype(k.dtype).itemsize)
-    if ring is None:
-        ring = sum(layout.sizes) * row_bytes > budget
-    return RingKeys(layout, k) if ring and layout.world > 1 else GatheredKeys(layout, k)
+    """The keys of all ranks, gathered or around a ring; ``joined`` were gathered before."""
+    return RingKeys(layout, k) if ring else GatheredKeys(layout, k, joined)
+
+
+def needs_ring(layout: KeyLayout, k: Tensor, budget: int, ring: bool | None) -> bool:
+    """Whether the keys must go around a ring.
+
+    That is if the joined keys, the accumulators of their gradients and the message of these do not
+    fit into ``budget`` bytes, unless the caller has chosen.
+    """
+    if layout.world == 1:
+        return False
+    row_bytes = k.shape[1] * (k.dtype.itemsize + 2 * accumulator_dtype(k.dtype).itemsize)
+    return sum(layout.sizes) * row_bytes > budget if ring is None else ring
 
 
 class GatheredKeys:
@@ -75,28 +93,60 @@ class GatheredKeys:
 
     count = 1
 
-    def __init__(self, layout: KeyLayout, k: Tensor) -> None:
+    def __init__(self, layout: KeyLayout, k: Tensor, joined: Tensor | None = None) -> None:
         self.layout = layout
-        joined = k.contiguous()
-        if layout.world > 1:
-            joined = all_gather(joined, sizes=layout.sizes, group=layout.group, grad="none")
-        self.block = KeyBlock(0, joined, 0, sum(layout.sizes[: layout.rank]))
+        if joined is None:
+            joined = k.contiguous()
+            if layout.world > 1:
+                joined = all_gather(joined, sizes=layout.sizes, group=layout.group, grad="none")
+        self.block = KeyBlock(0, joined, 0, layout.start)
 
     def blocks(self) -> Iterator[KeyBlock]:
         yield self.block
 
-    def gradients(self, add_block: AddBlock, gain: Tensor, dtype: torch.dtype) -> Tensor:
-        """Let ``add_block`` fill accumulators for all keys; each rank gets its own, times ``gain``."""
+    def gradients(
+        self, add_block: AddBlock, gain: Tensor, dtype: torch.dtype, own_term: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Let ``add_block`` fill accumulators for all keys; each rank gets its own, times ``gain``.
+
+        ``own_term`` is a number of this rank, which ``add_block`` may still change. The sum of all
+        ranks' travels in the same message and is the second result.
+        """
         joined = self.block.k
         if self.layout.world == 1:
             parts = accumulator_zeros(joined, dtype)
             add_block(self.block, parts)
-            return scale_and_cast(parts, gain, dtype)
+            return scale_and_cast(parts, gain, dtype), own_term
         sums = joined.new_zeros(joined.shape, dtype=accumulator_dtype(joined.dtype))
         add_block(self.block, [sums])
-        sums.mul_(gain)
-        own = reduce_scatter(sums, sizes=self.layout.sizes, group=self.layout.group)
-        return own.to(dtype)
+        own, total = reduce_sums(self.layout, sums.mul_(gain), own_term)
+        return own.to(dtype), total
+
+
+def reduce_sums(
+    layout: KeyLayout, sums: Tensor, own_term: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Sum over ranks; each rank gets the rows of its own keys, and the sum of all ranks' terms.
+
+    rank 0   [ a0 a0 t0 | b0 t0 | c0 t0 ]         [ a0+a1+a2  a0+a1+a2 ]   t0+t1+t2
+    rank 1   [ a1 a1 t1 | b1 t1 | c1 t1 ]   --->  [ b0+b1+b2 ]             t0+t1+t2
+    rank 2   [ a2 a2 t2 | b2 t2 | c2 t2 ]         [ c0+c1+c2 ]             t0+t1+t2
+    """
+    group, width = layout.group, sums.shape[1]
+    if own_term is None:
+        return reduce_scatter(sums, sizes=layout.sizes, group=group, grad="none"), None
+    counts = tuple(size * width + 1 for size in layout.sizes)
+    if layout.is_equal:
+        message = sums.new_empty(layout.world, counts[0])
+        message[:, :-1] = sums.view(layout.world, -1)
+        message[:, -1] = own_term
+        message = message.view(-1)
+    else:
+        term = own_term.reshape(1)
+        blocks = sums.split(layout.sizes)
+        message = torch.cat([x for block in blocks for x in (block.flatten(), term)])
+    received = reduce_scatter(message, sizes=counts, group=group, grad="none")
+    return received[:-1].view(layout.sizes[layout.rank], width), received[-1]
 
 
 class RingKeys:
@@ -125,31 +175,46 @@ class RingKeys:
             if wait is not None:
                 k = wait()
 
-    def gradients(self, add_block: AddBlock, gain: Tensor, dtype: torch.dtype) -> Tensor:
+    def gradients(
+        self, add_block: AddBlock, gain: Tensor, dtype: torch.dtype, own_term: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Let ``add_block`` fill an accumulator for each block; each rank gets its own, times ``gain``.
 
-        The accumulator follows its block around the ring, one step later, and ends on the block's rank.
+        The accumulator follows its block around the ring, one step later, and ends on the block's
+        rank. Its last element is the sum of the ranks' ``own_term``, the second result.
         """
-        wide = accumulator_dtype(self.own.dtype)
+        wide, width = accumulator_dtype(self.own.dtype), self.own.shape[1]
+        extra = 0 if own_term is None else 1
         wait_sums: Callable[[], Tensor] | None = None
         for block in self.blocks():
             # Ranks may have different gains, so each rank applies its own before the sums move on.
-            sums = block.k.new_zeros(block.k.shape, dtype=wide)
+            message = block.k.new_zeros(len(block.k) * width + extra, dtype=wide)
+            sums = message[: len(block.k) * width].view(len(block.k), width)
             add_block(block, [sums])
             sums.mul_(gain)
+            if own_term is not None:
+                message[-1] = own_term
             if wait_sums is not None:
-                sums += wait_sums()
-            wait_sums = self._start_shift(block.step, sums)
+                message += wait_sums()
+            wait_sums = self._start_shift(block.step, message, width, extra)
         assert wait_sums is not None
-        return wait_sums().to(dtype)
+        received = wait_sums()
+        own = received[: len(received) - extra].view(len(self.own), width).to(dtype)
+        return own, None if own_term is None else received[-1]
 
     def _block(self, step: int, k: Tensor) -> KeyBlock:
         owner = (self.layout.rank - step) % self.count
         return KeyBlock(step, k, self.starts[owner], 0 if step == 0 else None)
 
-    def _start_shift(self, step: int, piece: Tensor) -> Callable[[], Tensor]:
-        """Start sending this step's piece to the next rank; the result waits for the previous rank's."""
-        sizes = [self.layout.sizes[(rank - step) % self.count] for rank in range(self.count)]
+    def _start_shift(
+        self, step: int, piece: Tensor, per_key: int = 1, extra: int = 0
+    ) -> Callable[[], Tensor]:
+        """Start sending this step's piece to the next rank; the result waits for the previous rank's.
+
+        A piece has ``per_key`` elements for each key of a block, and ``extra`` more.
+        """
+        owners = [(rank - step) % self.count for rank in range(self.count)]
+        sizes = [self.layout.sizes[owner] * per_key + extra for owner in owners]
         return _start(
             self.comm_stream,
             piece,

@@ -36,7 +36,9 @@ def info_nce_loss(
 
     Every rank gets the loss of the joined batch. ``hard_negatives`` are further keys, (n, width) or
     (pairs, n, width); each is a negative for all queries of all ranks, and ranks may hold different
-    numbers of them. Gradient, other arguments and cost: see ``clip_loss``.
+    numbers of them. With ``sizes`` given, all ranks pass ``hard_negatives`` (of any number, also
+    none) or no rank does; one small message exchanges their numbers. Gradient, other arguments and
+    cost: see ``clip_loss``.
     """
     return global_loss(
         "info_nce_loss",

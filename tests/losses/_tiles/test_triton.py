@@ -6,6 +6,7 @@ from torch.nn.functional import normalize
 
 from allgrad.losses import clip_loss, info_nce_loss, reference, siglip_loss
 from allgrad.losses._kind import LossKind
+from allgrad.losses._tiles import torch as torch_tiles
 from allgrad.losses._tiles.torch import Tiles
 from losses.pairs import SATURATED, saturated
 
@@ -49,6 +50,14 @@ def check(name, pairs, width, dtype, length=1.0):
         assert zero or error < near, name
 
 
+@pytest.fixture(params=["kept", "tiles"], autouse=True)
+def scores(request, monkeypatch):
+    """Kept from forward to backward, or computed in tiles each time."""
+    if request.param == "tiles":
+        monkeypatch.setitem(torch_tiles.KEPT_SCORES, "cuda", 0)
+    return request.param
+
+
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("name", LOSSES)
 def test_value_and_gradients(name, dtype):
@@ -65,6 +74,7 @@ def test_sigmoids_of_scores_on_both_sides(dtype):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_panels_that_fit_nothing_evenly(name, monkeypatch):
+    monkeypatch.setitem(torch_tiles.KEPT_SCORES, "cuda", 0)
     from allgrad.losses._tiles import triton as triton_tiles
 
     monkeypatch.setattr(triton_tiles.TritonTiles, "panel", 264)

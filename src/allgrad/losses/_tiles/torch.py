@@ -24,6 +24,8 @@ __all__ = ["Gradients", "Tiles", "Weights", "row_dots", "tiles_for"]
 
 CPU_TILE = 512, 1024  # rows and columns of a tile that stays in the caches of a CPU
 DEVICE_TILE = 4096, 4096
+# Up to so many scores of a rank are kept from forward to backward, instead of computed twice.
+KEPT_SCORES = {"cpu": 2**24, "cuda": 2**28}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,8 @@ class Tiles:
     """The scores ``scale * q @ k.T + bias`` of one rank's queries and one block of keys.
 
     Query i and key ``first_pair + i`` are a pair; None if the block contains no key of a pair.
-    ``state`` is what ``lse`` computed for the gradients of the same block, if anything.
+    ``state`` is what forward computed for the gradients of the same block, if anything. With
+    ``keep`` there is a single tile, and its scores, -inf at pairs, are the state.
     """
 
     def __init__(
@@ -87,12 +90,15 @@ class Tiles:
         bias: Tensor | None = None,
         first_pair: int | None = None,
         state: Tensor | None = None,
+        keep: bool = False,
     ) -> None:
         self.q, self.k, self.scale, self.bias = q, k, scale, bias
         self.first_pair = first_pair
         self.state: Tensor | None = state
+        self.keep = keep
         self.dtype = accumulator_dtype(q.dtype)
-        self.block_m, self.block_n = CPU_TILE if q.device.type == "cpu" else DEVICE_TILE
+        tile = CPU_TILE if q.device.type == "cpu" else DEVICE_TILE
+        self.block_m, self.block_n = (max(1, len(q)), max(1, len(k))) if keep else tile
 
     def lse(self, kind: LossKind) -> tuple[Tensor, Tensor | None]:
         """The logsumexp of each row and, for SOFTMAX_BOTH, of each column, without pairs."""
@@ -102,8 +108,9 @@ class Tiles:
         for rows in panels(len(self.q), self.block_m):
             q = self.q[rows].to(self.dtype) * self.scale
             for columns in panels(len(self.k), self.block_n):
-                scores = self._scores(q, self.k[columns].to(self.dtype))
-                self._pairs_of(scores, rows, columns).fill_(-torch.inf)
+                scores = self._negatives(q, rows, columns)
+                if self.keep:
+                    return scores.logsumexp(1), scores.logsumexp(0) if both else None
                 row_lse[rows] = torch.logaddexp(row_lse[rows], scores.logsumexp(1))
                 if column_lse is not None:
                     part = torch.logaddexp(column_lse[columns], scores.logsumexp(0))
@@ -116,9 +123,7 @@ class Tiles:
         for rows in panels(len(self.q), self.block_m):
             q = self.q[rows].to(self.dtype) * self.scale
             for columns in panels(len(self.k), self.block_n):
-                scores = self._scores(q, self.k[columns].to(self.dtype))
-                self._pairs_of(scores, rows, columns).fill_(-torch.inf)
-                total -= logsigmoid(scores.neg_()).sum()
+                total -= logsigmoid(-self._negatives(q, rows, columns)).sum()
         return total
 
     def add_gradients(self, weights: Weights, gain: Tensor, into: Gradients) -> None:
@@ -128,7 +133,9 @@ class Tiles:
             scaled, by_query = q * self.scale, torch.zeros_like(q)
             for columns, by_key in into.column_panels(len(self.k), self.block_n):
                 k = self.k[columns].to(self.dtype)
-                by_score = self._weights(weights, self._scores(scaled, k), rows, columns, into)
+                kept = None if self.state is None else self.state[rows, columns]
+                scores = self._scores(scaled, k) if kept is None else kept
+                by_score = self._weights(weights, scores, rows, columns, into)
                 by_query.addmm_(by_score, k)
                 if by_key is not None:
                     by_key.addmm_(by_score.T, q)
@@ -139,6 +146,14 @@ class Tiles:
     def _scores(self, scaled: Tensor, k: Tensor) -> Tensor:
         return scaled @ k.T if self.bias is None else torch.addmm(self.bias, scaled, k.T)
 
+    def _negatives(self, scaled: Tensor, rows: slice, columns: slice) -> Tensor:
+        """The scores of a tile, -inf at pairs."""
+        scores = self._scores(scaled, self.k[columns].to(self.dtype))
+        self._pairs_of(scores, rows, columns).fill_(-torch.inf)
+        if self.keep:
+            self.state = scores
+        return scores
+
     def _pairs_of(self, tile: Tensor, rows: slice, columns: slice) -> Tensor:
         """The elements of a tile that belong to pairs, as a view."""
         if self.first_pair is None:
@@ -148,20 +163,22 @@ class Tiles:
     def _weights(
         self, weights: Weights, scores: Tensor, rows: slice, columns: slice, into: Gradients
     ) -> Tensor:
-        """The weights of a tile, in the memory of its scores where that is possible."""
+        """The weights of a tile, in the memory of its scores unless these are kept."""
+        spare = None if self.state is not None else scores
         is_sigmoid = weights.kind is LossKind.SIGMOID
         if is_sigmoid:
-            self._pairs_of(scores, rows, columns).fill_(-torch.inf)
-            into.softplus -= logsigmoid(-scores).sum()
-            tile = scores.sigmoid_()
+            if self.state is None:
+                self._pairs_of(scores, rows, columns).fill_(-torch.inf)
+                into.softplus -= logsigmoid(-scores).sum()
+            tile = torch.sigmoid(scores, out=spare)
         else:
             assert weights.row_lse is not None
             if weights.kind is LossKind.SOFTMAX_ROWS:
-                tile = scores.sub_(weights.row_lse[rows, None]).exp_()
+                tile = torch.sub(scores, weights.row_lse[rows, None], out=spare).exp_()
             else:
                 assert weights.column_lse is not None
                 tile = (scores - weights.row_lse[rows, None]).exp_()
-                tile += scores.sub_(weights.column_lse[columns]).exp_()
+                tile += torch.sub(scores, weights.column_lse[columns], out=spare).exp_()
         if weights.smoothing:
             tile -= weights.smoothing
         pairs = self._pairs_of(tile, rows, columns)
@@ -198,13 +215,14 @@ def tiles_for(
     bias: Tensor | None,
     first_pair: int | None,
     state: Tensor | None,
+    keep: bool = False,
 ) -> Tiles:
     """Tiles for these features: Triton kernels for 16 bits on a CUDA device, otherwise plain torch."""
-    if _has_kernels(q):
+    if _has_kernels(q) and not keep:
         from allgrad.losses._tiles.triton import TritonTiles
 
         return TritonTiles(q, k, scale, bias=bias, first_pair=first_pair, state=state)
-    return Tiles(q, k, scale, bias=bias, first_pair=first_pair, state=state)
+    return Tiles(q, k, scale, bias=bias, first_pair=first_pair, state=state, keep=keep)
 
 
 def _has_kernels(x: Tensor) -> bool:

@@ -1,0 +1,160 @@
+"""The loss and its first derivatives: the choice among the ways to pass over the scores.
+
+| scores of a rank | way |
+|---|---|
+| few enough to keep, CUDA | one matrix product and fused kernels (_fused_pass) |
+| few enough to keep | one tile in plain torch (_score_pass) |
+| more, or keys around a ring | many tiles, computed again in backward (_score_pass) |
+
+The gradients are computed in forward, and backward only multiplies them, where the messages allow it
+and it saves something: SIGMOID in tiles computes its scores once; one rank alone with few scores has
+its work done by the thread that runs, before autograd wakes another.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from allgrad.collectives.all_reduce import all_reduce
+from allgrad.losses._config import Sums
+from allgrad.losses._fused_pass import FusedPass, has_fused_kernels, times
+from allgrad.losses._key_blocks import GatheredKeys, KeyBlock, key_blocks, needs_ring
+from allgrad.losses._score_pass import ScorePass
+from allgrad.losses._tiles.torch import KEPT_SCORES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+
+    from allgrad.losses._config import LossConfig
+
+__all__ = ["Inputs", "Kept", "first_gradients", "keeps_scores", "loss_value"]
+
+
+class Inputs(NamedTuple):
+    """What a loss is differentiated by."""
+
+    q: Tensor
+    k: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+
+class Kept(NamedTuple):
+    """What forward keeps for backward."""
+
+    joined: Tensor | None = None  # the keys of all ranks, unless they go around a ring
+    sums: Sums | None = None
+    states: tuple[Tensor | None, ...] = ()  # of the tiles, or the matrix of a fused pass
+    prepared: tuple[Tensor | None, ...] | None = None  # gradients, before the incoming one
+    products: tuple[Tensor, Tensor] | None = None  # the same of a fused pass
+
+    def flatten(self) -> tuple[Tensor | None, ...]:
+        """All tensors, for autograd to save."""
+        if self.products is not None:
+            return self.products
+        return self.joined, *(self.sums or _NONE[:3]), *(self.prepared or _NONE), *self.states
+
+    @staticmethod
+    def unflatten(tensors: Sequence[Tensor | None]) -> Kept:
+        if len(tensors) == 2:
+            both, numbers = tensors
+            assert both is not None
+            assert numbers is not None
+            return Kept(products=(both, numbers))
+        joined, row_lse, column_lse, pair_weights, *others = tensors
+        if pair_weights is None:
+            return Kept(joined, None, tuple(others[4:]), tuple(others[:4]))
+        return Kept(joined, Sums(row_lse, column_lse, pair_weights), tuple(others[4:]))
+
+
+_NONE = (None,) * 4
+
+
+def keeps_scores(config: LossConfig, q: Tensor, *, ring: bool) -> bool:
+    """Whether the scores are kept from forward to backward; the same on all ranks.
+
+    With SIGMOID, it decides the order of the messages.
+    """
+    scores = max(config.pairs) * sum(config.layout.sizes)
+    return not ring and scores <= KEPT_SCORES.get(q.device.type, 0)
+
+
+def loss_value(config: LossConfig, x: Inputs, needed: Sequence[bool]) -> tuple[Tensor, Kept]:
+    """The loss, and what its gradients need."""
+    ring = needs_ring(config.layout, x.k, config.budget, config.ring)
+    keys = key_blocks(config.layout, x.k, ring=ring)
+    joined = keys.block.k if isinstance(keys, GatheredKeys) else None
+    keep = keeps_scores(config, x.q, ring=ring)
+    if isinstance(keys, GatheredKeys) and keep and len(x.q) and has_fused_kernels(x.q):
+        fused = FusedPass(config, x.q, x.scale, x.bias, keys.block)
+        loss, matrix, sums = fused.loss()
+        if config.layout.world > 1 or not config.needs_grad:
+            return loss, Kept(joined, sums, (matrix,))
+        return loss, Kept(products=fused.products(needed, None, matrix, sums))
+    scores = ScorePass(config, *x, keys=keys, keep=keep)
+    loss, found, prepared = scores.loss(needed)
+    return loss, Kept(joined, found, tuple(scores.states), prepared)
+
+
+def first_gradients(
+    config: LossConfig, x: Inputs, by_loss: Tensor, kept: Kept, needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients by queries, keys, scale and bias of all ranks' weights times the loss."""
+    dtype = x.q.dtype
+    if kept.products is not None:
+        return _from_products(config, x, by_loss, kept.products, needed)
+    weight = by_loss if config.sums_loss_weights else None
+    if kept.prepared is not None:
+        if weight is not None:
+            by_loss = all_reduce(weight, group=config.layout.group, grad="none")
+        return _times(kept.prepared, by_loss, dtype)
+    assert kept.sums is not None
+    ring = kept.joined is None
+    keep = keeps_scores(config, x.q, ring=ring)
+    if kept.joined is not None and keep and len(x.q) and has_fused_kernels(x.q):
+        (matrix,) = kept.states
+        assert matrix is not None
+        block = KeyBlock(0, kept.joined, 0, config.layout.start)
+        fused = FusedPass(config, x.q, x.scale, x.bias, block)
+        return fused.gradients_of_ranks(needed, by_loss, matrix, kept.sums)
+    keys = key_blocks(config.layout, x.k, ring=ring, joined=kept.joined)
+    scores = ScorePass(config, *x, keys=keys, keep=keep, states=kept.states)
+    if weight is None:
+        factor = config.mean_factor * by_loss
+        return scores.gradients(needed, factor, kept.sums, dtype=dtype)[:-1]
+    factor = x.scale.new_full((), config.mean_factor)
+    *found, total = scores.gradients(needed, factor, kept.sums, dtype=scores.dtype, own_term=weight)
+    assert total is not None
+    return _times(found, total, dtype)
+
+
+def _from_products(
+    config: LossConfig,
+    x: Inputs,
+    by_loss: Tensor,
+    products: tuple[Tensor, Tensor],
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    both, numbers = products
+    numbers = numbers * by_loss
+    scaled, rows = times(both, numbers[-1], x.q.dtype), len(x.q)
+    return (
+        scaled[:rows] if needed[0] else None,
+        scaled[rows:] if config.needs_key_grad else None,
+        numbers[0],
+        None if x.bias is None else numbers[1],
+    )
+
+
+def _times(
+    gradients: Sequence[Tensor | None], factor: Tensor, dtype: torch.dtype
+) -> tuple[Tensor | None, ...]:
+    """The gradients by queries and keys, in ``dtype``, and by scale and bias, times ``factor``."""
+    dtypes = dtype, dtype, factor.dtype, factor.dtype
+    return tuple(
+        None if x is None else (x * factor).to(dtype)
+        for x, dtype in zip(gradients, dtypes, strict=True)
+    )

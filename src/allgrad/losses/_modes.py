@@ -1,0 +1,190 @@
+"""The loss in modes beside plain eager autograd: second derivatives, torch.func, forward mode.
+
+    loss                 derivative by inputs: first gradients       along a direction: a number
+    first gradients      derivative: second gradients                along a direction: refused
+    second gradients     refused
+
+Each is an autograd.Function of everything it depends on, so that autograd cannot prune what refuses
+(test_third_derivative_is_refused). What these compute, they compute without a graph.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from allgrad._autograd.transforms import ANCHOR, mode_anchor
+from allgrad.errors import ModeError
+from allgrad.losses._first_order import Inputs, Kept, first_gradients, loss_value
+from allgrad.losses._second_order import directional_derivative, second_gradients
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeAlias
+
+    from torch import Tensor
+
+    from allgrad.losses._config import LossConfig
+
+    Gradients: TypeAlias = tuple[Tensor | None, ...]
+
+__all__ = ["first_order", "loss_in_transform", "no_vmap", "outside_autocast"]
+
+_ALL = (True,) * 4
+
+
+def loss_in_transform(config: LossConfig, x: Inputs) -> Tensor:
+    """The loss under torch.func or in forward mode."""
+    loss: Tensor = _Loss.apply(config, mode_anchor(tangents=True), *x)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def first_order(
+    config: LossConfig, forward: tuple[Kept, Any] | None, x: Inputs, by_loss: Tensor
+) -> Gradients:
+    """The gradients by all inputs, which can be differentiated once more.
+
+    ``forward`` is what the forward pass kept, and which gradients are needed; None computes it again.
+    """
+    found: Gradients = _FirstGradients.apply(config, forward, ANCHOR, *x, by_loss)  # type: ignore[no-untyped-call]
+    return found
+
+
+def outside_autocast(compute: Callable[..., Any], *args: Any, device: str) -> Any:
+    """Call it without autocast, which would change the products."""
+    if not torch.is_autocast_enabled(device):
+        return compute(*args)
+    with torch.autocast(device, enabled=False):
+        return compute(*args)
+
+
+class _Mode(torch.autograd.Function):
+    """What is common to these functions: there are no batches of losses."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, config: LossConfig, *_: Any) -> Any:  # noqa: ARG004
+        raise no_vmap(config.name)
+
+
+def no_vmap(name: str) -> ModeError:
+    return ModeError(
+        f"{name}: a loss of all ranks has no batches of losses for torch.vmap.\nCall it in a loop."
+    )
+
+
+class _Loss(_Mode):
+    @staticmethod
+    def forward(config: LossConfig, anchor: Tensor, *x: Tensor) -> Tensor:  # noqa: ARG004
+        inputs = Inputs(*x)
+        loss, _ = outside_autocast(loss_value, config, inputs, _ALL, device=x[0].device.type)
+        return loss  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
+        ctx.config, _, *x = inputs
+        ctx.save_for_backward(*x)
+        ctx.save_for_forward(*x)
+
+    @staticmethod
+    def backward(ctx: Any, by_loss: Tensor) -> Gradients:
+        return None, None, *first_order(ctx.config, None, Inputs(*ctx.saved_tensors), by_loss)
+
+    @staticmethod
+    def jvp(ctx: Any, _config: None, _anchor: Any, *tangents: Tensor | None) -> Tensor:
+        x = ctx.saved_tensors
+        direction = [
+            torch.zeros_like(value) if tangent is None and value is not None else tangent
+            for value, tangent in zip(x, tangents, strict=True)
+        ]
+        found: Tensor = _Directional.apply(ctx.config, ANCHOR, *x, *direction)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _FirstGradients(_Mode):
+    @staticmethod
+    def forward(
+        config: LossConfig,
+        forward: tuple[Kept, Any] | None,
+        anchor: Tensor,  # noqa: ARG004
+        *inputs: Tensor,
+    ) -> Gradients:
+        x, by_loss = Inputs(*inputs[:4]), inputs[4]
+        device = by_loss.device.type
+        if forward is None:
+            _, kept = outside_autocast(loss_value, config, x, _ALL, device=device)
+            forward = kept, _ALL
+        found: Gradients = outside_autocast(
+            first_gradients, config, x, by_loss, *forward, device=device
+        )
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:  # noqa: ARG004
+        ctx.config, _, _, *inputs = inputs
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *direction: Tensor | None) -> Gradients:
+        *x, by_loss = ctx.saved_tensors
+        along = [
+            torch.zeros_like(value) if change is None and value is not None else change
+            for value, change in zip(x, direction, strict=True)
+        ]
+        found = _SecondGradients.apply(ctx.config, ANCHOR, *x, by_loss, *along)  # type: ignore[no-untyped-call]
+        return None, None, None, *found
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise _too_high(ctx.config.name, "forward mode over the gradient")
+
+
+class _SecondGradients(_Mode):
+    @staticmethod
+    def forward(config: LossConfig, anchor: Tensor, *inputs: Tensor) -> Gradients:  # noqa: ARG004
+        x, by_loss, direction = Inputs(*inputs[:4]), inputs[4], Inputs(*inputs[5:])
+        found: Gradients = outside_autocast(
+            second_gradients, config, x, by_loss, direction, device=by_loss.device.type
+        )
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:  # noqa: ARG004
+        ctx.name = inputs[0].name
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise _too_high(ctx.name, "third derivatives")
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise _too_high(ctx.name, "third derivatives")
+
+
+class _Directional(_Mode):
+    @staticmethod
+    def forward(config: LossConfig, anchor: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG004
+        x, direction = Inputs(*inputs[:4]), Inputs(*inputs[4:])
+        found: Tensor = outside_autocast(
+            directional_derivative, config, x, direction, device=x.q.device.type
+        )
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
+        ctx.name = inputs[0].name
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise _too_high(ctx.name, "derivatives of a forward-mode derivative")
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise _too_high(ctx.name, "derivatives of a forward-mode derivative")
+
+
+def _too_high(name: str, what: str) -> ModeError:
+    return ModeError(
+        f"{name}: this loss does not have {what}; it has first and second derivatives.\nFor others, "
+        "join the features with allgrad.all_gather and use the formula in allgrad.losses.reference."
+    )

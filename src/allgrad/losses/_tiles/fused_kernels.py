@@ -1,0 +1,229 @@
+"""Triton kernels over a stored matrix of dot products: the loss, or the derivative by each score.
+
+Rows are queries, columns are keys; query i and key ``first_pair + i`` are a pair. A score is
+``scale * dot + bias``. Scale, bias and the incoming gradient are read from device memory, so that
+the host never waits. Inside, exponentials and logarithms are to base 2; what is stored is natural.
+
+Sums over many programs are stored as one part per program: a sum of the parts has a fixed order,
+which atomic additions have not.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: N803, PLR0917
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["sigmoid_weights", "softmax_terms", "softmax_weights", "tile_lse"]
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# Sizes that change from batch to batch must not trigger a compilation, except whether the rows of
+# the matrix are aligned.
+_SIZES = ("rows", "first_pair", "row_count", "column_count")
+_VECTORS = (
+    *("row_lse", "column_lse", "pair_scores", "pair_weights", "row_parts", "column_parts"),
+    *("scale", "bias", "by_loss", "loss_parts", "parts"),
+)
+
+
+@triton.jit
+def _fast_log2(x):
+    """Triton's own log2 is a polynomial, several times as long as all else that a score needs."""
+    return tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _fast_reciprocal(x):
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _log2_1p(x, log2_of_1p):
+    """log2(1 + x) for x from 0 to 1; 1 + x rounds a small x away, three terms of the series keep it."""
+    series = x * (1.0 - x * (0.5 - x * 0.3333333333)) * LOG2E
+    return tl.where(x < 0.01, series, log2_of_1p)
+
+
+@triton.jit
+def _softplus2(x):
+    """log2(1 + 2^x)."""
+    small = tl.exp2(-tl.abs(x))
+    return tl.maximum(x, 0.0) + _log2_1p(small, tl.log2(1.0 + small))
+
+
+@triton.jit
+def _sigmoid2(x):
+    """1 / (1 + 2^-x)."""
+    small = tl.exp2(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, small) / (1.0 + small)
+
+
+@triton.jit
+def _finite(top):
+    """Replace a maximum of -inf, that of a row of nothing but a pair: -inf - -inf would be NaN."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def _tile(dots, rows, columns, first_pair, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tile of a program: offsets, mask, where the pairs are, and the dot products."""
+    offs_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (offs_m < rows)[:, None] & (offs_n < columns)[None, :]
+    is_pair = (offs_m + first_pair)[:, None] == offs_n[None, :]
+    place = offs_m.to(tl.int64)[:, None] * columns + offs_n[None, :]
+    return offs_m, offs_n, mask, is_pair, place, tl.load(dots + place, mask=mask, other=0.0)
+
+
+@triton.jit
+def _lse(tile, axis: tl.constexpr):
+    shift = _finite(tl.max(tile, axis))
+    sums = tl.sum(tl.exp2(tile - tl.expand_dims(shift, axis)), axis)
+    return (shift + tl.log2(sums)) * LN2
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VECTORS)
+def tile_lse(
+    dots, scale, row_parts, column_parts, rows, columns, first_pair,
+    HAS_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The logsumexp of each row and each column of a tile, without pairs."""
+    offs_m, offs_n, mask, is_pair, _, tile = _tile(
+        dots, rows, columns, first_pair, BLOCK_M, BLOCK_N
+    )
+    tile = tl.where(mask & ~is_pair, tile * (tl.load(scale) * LOG2E), float("-inf"))
+    target = row_parts + tl.program_id(0).to(tl.int64) * rows + offs_m
+    tl.store(target, _lse(tile, 1), mask=offs_m < rows)
+    if HAS_COLUMNS:
+        target = column_parts + tl.program_id(1).to(tl.int64) * columns + offs_n
+        tl.store(target, _lse(tile, 0), mask=offs_n < columns)
+
+
+@triton.jit
+def _combined(parts, count, offs, length, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The logsumexp of ``count`` parts, to base 2."""
+    top = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for start in range(0, count, BLOCK_P):
+        offs_p = start + tl.arange(0, BLOCK_P)
+        mask = (offs_p < count)[:, None] & (offs < length)[None, :]
+        source = parts + offs_p.to(tl.int64)[:, None] * length + offs[None, :]
+        tile = tl.load(source, mask=mask, other=float("-inf")) * LOG2E
+        higher = tl.maximum(top, tl.max(tile, 0))
+        shift = _finite(higher)
+        total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(tile - shift[None, :]), 0)
+        top = higher
+    return _finite(top) + tl.log2(total)
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VECTORS)
+def softmax_terms(
+    q, k, scale, row_parts, column_parts, row_lse, column_lse, pair_scores, pair_weights, loss_parts,
+    rows, columns, width, first_pair, row_count, column_count, mean_factor, smoothing,
+    HAS_COLUMNS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Of some rows: the logsumexp, the pair's score and weight, the terms of the loss.
+
+    With HAS_COLUMNS all rows are here, column i is the pair of row i, and its terms are added.
+    """
+    offs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = offs < rows
+    # Tensor cores cut off digits of a sum that a small loss needs of the score of its pair.
+    row = offs.to(tl.int64)[:, None]
+    pair = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for start in range(0, width, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)[None, :]
+        inside = mask[:, None] & (column < width)
+        left = tl.load(q + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        right = tl.load(k + (row + first_pair) * width + column, mask=inside, other=0.0)
+        pair += tl.sum(left * right.to(tl.float32), 1)
+    pair *= tl.load(scale) * LOG2E
+    difference = _combined(row_parts, row_count, offs, rows, BLOCK_P, BLOCK_N) - pair
+    loss = _softplus2(difference)
+    weight = smoothing - _sigmoid2(difference)
+    tl.store(row_lse + offs, (pair + loss) * LN2, mask=mask)
+    if HAS_COLUMNS:
+        negatives = _combined(column_parts, column_count, offs, columns, BLOCK_P, BLOCK_N)
+        difference = negatives - pair
+        of_column = _softplus2(difference)
+        weight -= _sigmoid2(difference)
+        tl.store(column_lse + offs, (pair + of_column) * LN2, mask=mask)
+        loss += of_column
+    tl.store(pair_scores + offs, pair * LN2, mask=mask)
+    tl.store(pair_weights + offs, weight, mask=mask)
+    loss = tl.sum(tl.where(mask, loss, 0.0))
+    tl.store(loss_parts + tl.program_id(0), loss * LN2 * mean_factor)
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VECTORS)
+def softmax_weights(
+    dots, weights, scale, row_lse, column_lse, pair_weights, by_loss, parts,
+    rows, columns, first_pair, mean_factor, smoothing_each,
+    HAS_COLUMNS: tl.constexpr, HAS_BY_LOSS: tl.constexpr, STORE_SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Store the derivative of the loss by each score of a tile, times STORE_SCALE.
+
+    ``parts`` gets the sum over the tile of weight times dot product, for the gradient of the scale;
+    then, in one place, what the products with the weights must be multiplied by.
+    """
+    offs_m, offs_n, mask, is_pair, place, tile = _tile(
+        dots, rows, columns, first_pair, BLOCK_M, BLOCK_N
+    )
+    factor = tl.load(scale)
+    scores = tile * (factor * LOG2E)
+    by_row = tl.load(row_lse + offs_m, mask=offs_m < rows, other=0.0) * LOG2E
+    weight = tl.exp2(scores - by_row[:, None])
+    if HAS_COLUMNS:
+        by_column = tl.load(column_lse + offs_n, mask=offs_n < columns, other=0.0) * LOG2E
+        weight += tl.exp2(scores - by_column[None, :])
+    at_pairs = tl.load(pair_weights + offs_m, mask=offs_m < rows, other=0.0)
+    weight = tl.where(is_pair, at_pairs[:, None], weight - smoothing_each)
+    weight = tl.where(mask, weight, 0.0)
+    tl.store(weights + place, (weight * STORE_SCALE).to(weights.dtype.element_ty), mask=mask)
+    common = mean_factor
+    if HAS_BY_LOSS:
+        common = tl.load(by_loss) * mean_factor
+    part = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    count = tl.num_programs(0) * tl.num_programs(1)
+    tl.store(parts + part, tl.sum(weight * tile) * common)
+    tl.store(parts + count + part, tl.where(part == 0, common * factor / STORE_SCALE, 0.0))
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VECTORS)
+def sigmoid_weights(
+    dots, weights, scale, bias, parts, rows, columns, first_pair, mean_factor,
+    HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, STORE_SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Sum the terms of the loss over a tile: log(1 + exp(score)), at pairs log(1 + exp(-score)).
+
+    With HAS_WEIGHTS, the same as ``softmax_weights`` too; its numbers follow in ``parts``: those of
+    the scale, of the bias, and of the products.
+    """
+    _, _, mask, is_pair, place, tile = _tile(dots, rows, columns, first_pair, BLOCK_M, BLOCK_N)
+    factor = tl.load(scale)
+    scores = tile * (factor * LOG2E)
+    if HAS_BIAS:
+        scores += tl.load(bias) * LOG2E
+    scores = tl.where(is_pair, -scores, scores)
+    small = tl.exp2(-tl.abs(scores))
+    terms = tl.maximum(scores, 0.0) + _log2_1p(small, _fast_log2(1.0 + small))
+    terms = tl.sum(tl.where(mask, terms, 0.0))
+    part = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(parts + part, terms * LN2 * mean_factor)
+    if HAS_WEIGHTS:
+        weight = tl.where(scores >= 0, 1.0, small) * _fast_reciprocal(1.0 + small)
+        weight = tl.where(mask, tl.where(is_pair, -weight, weight), 0.0)
+        tl.store(weights + place, (weight * STORE_SCALE).to(weights.dtype.element_ty), mask=mask)
+        count = tl.num_programs(0) * tl.num_programs(1)
+        tl.store(parts + count + part, tl.sum(weight * tile) * mean_factor)
+        tl.store(parts + 2 * count + part, tl.sum(weight) * mean_factor)
+        gain = tl.where(part == 0, mean_factor * factor / STORE_SCALE, 0.0)
+        tl.store(parts + 3 * count + part, gain)

@@ -1,0 +1,130 @@
+"""Second derivatives of every loss on real ranks, against the formula in one process."""
+
+import pytest
+import torch
+
+from allgrad.errors import ModeError
+from allgrad.losses._tiles import torch as torch_tiles
+from losses.pairs import LOSSES, NEGATIVES, PAIRS, batch
+
+TIGHT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def leaves_of_all(name, counts):
+    """The joined arguments, with numbers of each rank's own: a rank's rows have its scale and bias."""
+    whole = batch(name, counts)
+    return [x if x.dim() else x.detach().repeat(len(counts)).requires_grad_() for x in whole]
+
+
+def formula_of_all(name, counts, leaves):
+    _, formula, options = LOSSES[name]
+    query, key, scale, *others = leaves
+    rows = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    if name == "siglip":
+        others = [others[0][rows, None]]
+    return formula(query * scale[rows, None], key, 1.0, *others, **options)
+
+
+def penalty(gradients, seed):
+    """A function of the gradients that has another coefficient for each number."""
+    generator = torch.Generator().manual_seed(seed)
+    total = 0
+    for g in gradients:
+        each = torch.randn(g.shape, generator=generator, dtype=g.dtype)
+        total = total + (each * g).sum() + (each * g**2).sum()
+    return total
+
+
+def pieces(name, counts, leaves, rank):
+    split = [counts, counts, [1] * len(counts), [1] * len(counts)]
+    if "negatives" in name:
+        split[3] = NEGATIVES[: len(counts)]
+    parts = [x.split(list(sizes))[rank] for x, sizes in zip(leaves, split, strict=False)]
+    return [x.reshape(()) if n in {2, 3} and x.dim() == 1 else x for n, x in enumerate(parts)]
+
+
+ASK = {
+    "grad": torch.autograd.grad,
+    "backward": lambda total, xs: total.backward() or [x.grad for x in xs],
+    "backward of inputs": lambda total, xs: total.backward(inputs=xs) or [x.grad for x in xs],
+}
+
+
+def check(rank, world, name, kind, ask="grad", grad_reduction="mean", **more):
+    loss, _, options = LOSSES[name]
+    counts = PAIRS[kind][:world]
+    whole = leaves_of_all(name, counts)
+    factor = world if grad_reduction == "mean" else 1
+    value = factor * formula_of_all(name, counts, whole)
+    first = torch.autograd.grad(value, whole, create_graph=True)
+    total = value + sum(penalty(pieces(name, counts, first, r), r) for r in range(world))
+    want = pieces(name, counts, torch.autograd.grad(total, whole), rank)
+
+    given = batch(name, counts, rank)
+    value = loss(*given, grad_reduction=grad_reduction, **options, **more)
+    first = torch.autograd.grad(value, given, create_graph=True)
+    got = ASK[ask](value + penalty(first, rank), given)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, **TIGHT)
+
+
+@pytest.mark.parametrize("kind", ["ragged", "empty"])
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_gradient_of_a_penalty_on_the_gradient(rank, world, kind):
+    for name in LOSSES:
+        check(rank, world, name, kind, grad_reduction="sum" if kind == "empty" else "mean")
+
+
+@pytest.mark.parametrize("ask", ASK)
+@pytest.mark.ranks(2)
+def test_every_way_of_asking(rank, world, ask):
+    for name in LOSSES:
+        check(rank, world, name, "ragged", ask)
+
+
+@pytest.mark.ranks(3)
+def test_in_tiles_and_around_a_ring(rank, world):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_tiles, "CPU_TILE", (2, 3))
+        patch.setitem(torch_tiles.KEPT_SCORES, "cpu", 0)
+        for name in LOSSES:
+            check(rank, world, name, "ragged")
+            check(rank, world, name, "ragged", ring=True)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_weigh_the_loss_differently(rank, world):
+    """The gradient depends on the weights, and has a derivative by them."""
+    counts = PAIRS["ragged"][:world]
+    for name, (loss, _, options) in LOSSES.items():
+        whole = leaves_of_all(name, counts)
+        weights = torch.tensor([2.0, 5.0], dtype=torch.float64, requires_grad=True)
+        value = weights.sum() * formula_of_all(name, counts, whole)
+        first = torch.autograd.grad(value, whole, create_graph=True)
+        total = sum(penalty(pieces(name, counts, first, r), r) for r in range(world))
+        *want, by_weight = torch.autograd.grad(total, [*whole, weights])
+
+        given = batch(name, counts, rank)
+        weight = weights.detach()[rank].requires_grad_()
+        value = weight * loss(*given, **options)
+        first = torch.autograd.grad(value, given, create_graph=True)
+        *got, own = torch.autograd.grad(penalty(first, rank), [*given, weight])
+        torch.testing.assert_close(own, by_weight[rank], **TIGHT)
+        for x, y in zip(got, pieces(name, counts, want, rank), strict=True):
+            torch.testing.assert_close(x, y, **TIGHT)
+
+
+# Autograd prunes the nodes that do not lead to the tensors asked for; a pruned refusal would be silent.
+@pytest.mark.parametrize("ask", ASK)
+@pytest.mark.ranks(2)
+def test_third_derivative_is_refused(rank, world, ask):
+    for name, (loss, _, options) in LOSSES.items():
+        for number, x in enumerate(batch(name, PAIRS["ragged"][:world], rank)):
+            given = batch(name, PAIRS["ragged"][:world], rank)
+            w = torch.ones((), dtype=torch.float64, requires_grad=True)  # upstream of one input
+            given[number] = x.detach() * w
+            value = loss(*given, **options)
+            (first,) = torch.autograd.grad(value, w, create_graph=True)
+            (second,) = torch.autograd.grad(first, w, create_graph=True)
+            with pytest.raises(ModeError, match=f"{loss.__name__}: .*third derivatives"):
+                ASK[ask](value + second, [w])
