@@ -4,7 +4,7 @@ Each rank holds another number of rows. The layer uses statistics of the whole b
 loss is the mean over all rows of all ranks.
 
     torchrun --nproc-per-node 3 examples/unequal_batches.py
-    python examples/unequal_batches.py                          # alone: a world of one
+    python examples/unequal_batches.py            # a world of one
 """
 
 import os

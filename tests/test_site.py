@@ -194,8 +194,8 @@ def test_pages_open_as_files_without_errors(site, browser, scheme, tmp_path):
 
 def test_search_works_without_a_server(site, browser, tmp_path):
     page = opened(browser, (site / "index.html").as_uri())
-    page.click("label[for=__search]:visible")
-    page.fill("input[name=query]", "deadline")
+    page.click("input[name=query]")
+    page.locator("input[name=query]").press_sequentially("deadline")
     page.wait_for_selector(".md-search-result__link", timeout=10_000)
     shots = Path(os.environ.get("ALLGRAD_SCREENSHOTS", tmp_path))
     page.screenshot(path=shots / "search.png")

@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(
     r'(?:<div class="[^"]*highlight[^"]*">)?<pre[^>]*>(.*?)</pre>(?:</div>)?', re.DOTALL
 )
+# What a package may import, which its docstring tells, is no matter of its users.
+_IMPORTS = re.compile(r"<p>Imports (?:[^<]|<code>[^<]*</code>)*</p>\n?")
 
 # Files of the repository that are pages of the site too.
 COPIED = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"} | {
@@ -91,8 +93,10 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return markdown.replace("```python alone", "```python")
 
 
-def on_page_content(content: str, **_: Any) -> str:
+def on_page_content(content: str, page: Any, **_: Any) -> str:
     """Rank pictures become SVG, wherever they stand."""
+    if page.file.src_uri.startswith("reference/"):
+        content = _IMPORTS.sub("", content)
     return _BLOCK.sub(_picture, content)
 
 
