@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: demo test lint types suite docs fuzz setup clean
+.PHONY: demo test lint types suite docs package fuzz setup clean
 
 demo: $(READY)
 	@$(BIN)/python -m allgrad demo
@@ -22,8 +23,16 @@ types: $(READY)
 suite: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-docs: $(READY)
+# Writes the generated pages of docs/, and builds the site from them into site/, warnings being errors.
+docs: $(DOCS_READY)
 	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "The site is in site/: open site/index.html"
+
+# The wheel and the sdist, each installed in an empty environment.
+package: $(READY)
+	$(BIN)/python -m pip install --quiet build
+	$(BIN)/python tools/check_package.py
 
 # Random programs on ranks against one process: make fuzz MINUTES=30
 MINUTES ?= 5
@@ -39,5 +48,9 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $(READY)
 
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	@touch $(DOCS_READY)
+
 clean:
-	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -9,7 +9,9 @@ import pytest
 from allgrad.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Pages that the site has, made when it is built (tools/site_hooks.py).
+MADE = {"changelog.md", "contributing.md", "gallery.md", "security.md"}
 FENCE = re.compile(r"^```python( alone)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -42,6 +44,12 @@ def test_examples_run_alone(page):
     execute(examples(page, alone=True), str(page))
 
 
+@pytest.mark.parametrize("world", [1, 3])
+def test_example_of_unequal_batches_agrees_with_one_process(world):
+    path = str(ROOT / "examples" / "unequal_batches.py")
+    run_ranks(lambda: runpy.run_path(path, run_name="__main__") and None, world)
+
+
 def test_every_python_block_is_one_of_the_two():
     for page in PAGES:
         fences = re.findall(r"^```(\S.*)$", page.read_text(), re.MULTILINE)
@@ -63,7 +71,17 @@ def test_stored_results_of_allgrad_are_correct():
             assert not ("allgrad" in name and result["wrong"]), case["title"]
 
 
-def test_relative_links_lead_somewhere():
-    for page in PAGES:
-        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page}: {target}"
+def anchors(page):
+    """The anchors of a page's headings, as the site makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", h).strip().lower()) for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!http)([^)\s]+)", page.read_text()):
+        name, _, anchor = target.partition("#")
+        leads_to = (page.parent / name).resolve() if name else page
+        made = leads_to.parent == ROOT / "docs" and leads_to.name in MADE
+        assert made or leads_to.exists(), f"{page}: {target}"
+        assert not anchor or anchor in anchors(leads_to), f"{page}: {target}"

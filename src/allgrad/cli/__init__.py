@@ -1,4 +1,4 @@
-"""The command ``allgrad``: demo, bench and report.
+"""The command ``allgrad``: demo, bench, doctor, parity and report.
 
 Imports everything below; needs ``allgrad[cli,testing]``.
 """

@@ -12,6 +12,7 @@ import typer
 
 from allgrad.cli.bench.command import bench
 from allgrad.cli.report import report
+from allgrad.cli.doctor.command import doctor
 from allgrad.errors import GroupError
 
 app = typer.Typer(
@@ -38,6 +39,7 @@ class Backend(Enum):
 
 app.command()(bench)
 app.command()(report)
+app.command()(doctor)
 
 
 @app.callback()
