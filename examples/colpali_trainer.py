@@ -35,7 +35,7 @@ def main() -> None:
     # Batches of 4: rank 0 has the first 4 rows, rank 1 the last 3.
     options |= {"per_device_train_batch_size": 4, "train_sampling_strategy": "sequential"}
     options |= {"num_train_epochs": 3, "accelerator_config": {"even_batches": False}}
-    rows = [{"query_x": q, "doc_x": d} for q, d in zip(QUERIES, DOCUMENTS, strict=True)]
+    rows = tuple({"query_x": q, "doc_x": d} for q, d in zip(QUERIES, DOCUMENTS, strict=True))
     given = {"train_dataset": rows, "eval_dataset": None, "data_collator": default_collate}
     loss, model = BiEncoderLoss(temperature=0.5), make_model()
     with tempfile.TemporaryDirectory() as folder:

@@ -8,6 +8,7 @@ Two ranks train in DDP; one process trains on the joined batch. The parameters a
 import lightning
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from allgrad.integrations.lightning import TrainerDDPStrategy
 
@@ -29,8 +30,8 @@ class Contrastive(lightning.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    def train_dataloader(self) -> list[Tensor]:
-        return [X.split(ROWS)[self.global_rank]] * 5
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader([X.split(ROWS)[self.global_rank]] * 5, batch_size=None)
 
 
 def info_nce(x: Tensor) -> Tensor:
