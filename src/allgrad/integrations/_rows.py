@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +10,11 @@ from torch.nn.functional import pad
 
 from allgrad._wire.primitives import resolve
 from allgrad.collectives.all_gather import all_gather, gather_sizes
+from allgrad.containers import tensors
 from allgrad.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from allgrad.types import GroupLike
 
@@ -69,7 +69,8 @@ class RowGather:
     def __init__(self) -> None:
         """Nothing is gathered yet."""
         self._sizes: tuple[int, ...] | None = None
-        self._joined: list[tuple[Tensor, Tensor]] | None = None
+        self._joined: list[tuple[Tensor, Tensor]] | None = None  # each with a leaf for its gradient
+        self._weighted = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """All rows, with their exact gradient."""
@@ -97,32 +98,34 @@ class RowGather:
 
     @property
     def weight(self) -> float:
-        """What a mean over the own rows counts; see ``batch_weight``."""
-        return _weight(self.sizes, resolve("all_gather", None).rank)
+        """What a mean over the own rows counts; 1 if a loss with cached gradients has it already."""
+        return 1.0 if self._weighted else _weight(self.sizes, resolve("all_gather", None).rank)
 
-    @contextmanager
-    def one_backward(self) -> Iterator[None]:
-        """Send gradients back once, at the end of the block, however often it calls backward.
+    def cached(self, calculate_loss: Callable[..., Any]) -> Callable[..., Any]:
+        """``calculate_loss(reps, ..., with_backward)`` of a loss that caches the gradients of ``reps``.
 
-        Ranks with unequal batches call it for different numbers of chunks.
+        Such a loss runs backward by itself, for one chunk of rows after another, and ranks with
+        unequal batches have different numbers of chunks. Here gradients are sent back once, at the
+        end, and each rank's part has its weight before it is summed with those of other ranks.
         """
-        self._joined = []
-        try:
-            yield
-            for joined, leaf in self._joined:
-                torch.autograd.backward(
-                    joined, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                )
-        finally:
-            self._joined = None
 
-    def with_one_backward(self, calculate_loss: Callable[..., Any]) -> Callable[..., Any]:
-        """``calculate_loss(..., with_backward=True)`` of a loss with cached gradients, inside a block."""
-
-        def calculate(*args: Any, with_backward: bool = False, **kwargs: Any) -> Any:
+        def calculate(reps: Any, *args: Any, with_backward: bool = False, **kwargs: Any) -> Any:
             if not with_backward:
-                return calculate_loss(*args, **kwargs)
-            with self.one_backward():
-                return calculate_loss(*args, with_backward=True, **kwargs)
+                loss, weight = calculate_loss(reps, *args, **kwargs), self.weight
+            else:
+                self._joined = joined = []
+                try:
+                    loss = calculate_loss(reps, *args, with_backward=True, **kwargs)
+                finally:
+                    self._joined = None
+                weight = self.weight
+                for rep in tensors(reps):
+                    if rep.grad is not None:
+                        rep.grad.mul_(weight)
+                for everyone, leaf in joined:
+                    grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad * weight
+                    torch.autograd.backward(everyone, grad)
+            self._weighted = True
+            return loss * weight
 
         return calculate

@@ -43,8 +43,8 @@ def exact_gather(loss: nn.Module | None = None) -> Iterator[RowGather]:
         for module in _modules_with_rank():
             stack.enter_context(replaced(module, get_rank=rows.first_row))
         for cached in _cached(loss):
-            once = rows.with_one_backward(cached.calculate_loss)
-            stack.enter_context(replaced(cached, calculate_loss=once))
+            calculate = rows.cached(cached.calculate_loss)
+            stack.enter_context(replaced(cached, calculate_loss=calculate))
         yield rows
 
 
