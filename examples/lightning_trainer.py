@@ -42,7 +42,7 @@ def info_nce(x: Tensor) -> Tensor:
 def main() -> None:
     model = Contrastive()
     options = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "logger": False}
-    options |= {"enable_checkpointing": False, "enable_progress_bar": False}
+    options |= {"enable_checkpointing": False, "use_distributed_sampler": False}
     lightning.Trainer(strategy=TrainerDDPStrategy(), **options).fit(model)
 
     alone = Contrastive()

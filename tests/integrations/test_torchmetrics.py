@@ -12,7 +12,7 @@ def metrics(name, model, x, **options):
     """A loss that is a metric of all rows, by the metric's own synchronisation."""
     import torchmetrics.regression
 
-    metric = getattr(torchmetrics.regression, name)(**options)
+    metric = getattr(torchmetrics.regression, name)(dist_sync_on_step=True, **options)
     left, right, scale = model(x)
     inputs = (left, right) if name == "CosineSimilarity" else (left[:, 0] * scale, right[:, 0])
     return metric(*inputs)
