@@ -1,0 +1,35 @@
+"""The examples in examples/ run on two ranks, where their library is installed."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+
+
+def missing(path):
+    names = re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs_on_two_ranks(path):
+    if names := missing(path):
+        pytest.skip(f"{', '.join(names)} is not installed")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, path], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("the parameters are those of one process") == 2
+
+
+def test_examples_are_short():
+    assert len(EXAMPLES) >= 11
+    long = [path.name for path in EXAMPLES if len(path.read_text().splitlines()) > 60]
+    assert not long
