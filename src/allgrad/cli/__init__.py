@@ -1,4 +1,4 @@
-"""The command ``allgrad``: demo and bench.
+"""The command ``allgrad``: demo, bench and parity.
 
 Imports everything below; needs ``allgrad[cli,testing]``.
 """

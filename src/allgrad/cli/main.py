@@ -11,6 +11,7 @@ import torch
 import typer
 
 from allgrad.cli.bench.command import bench
+from allgrad.cli.parity import parity
 from allgrad.errors import GroupError
 
 app = typer.Typer(
@@ -36,6 +37,7 @@ class Backend(Enum):
 
 
 app.command()(bench)
+app.command()(parity)
 
 
 @app.callback()
