@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.futures import Future
+    from torch import nn
 
 __all__ = [
     "DistributedDataParallel",
@@ -36,13 +35,11 @@ def ranks_of_ddp(model: Any) -> int:
 
 def sum_in_ddp(model: Any) -> None:
     """Sum the buckets of a DDP module over its group, without a division."""
-    # DDP reads the annotations of a hook, and does not know those that are strings.
-    hook = lambda state, bucket: _sum_bucket(state, bucket)  # noqa: E731, PLW0108
-    model.register_comm_hook(model.process_group, hook)
+    model.register_comm_hook(model.process_group, _sum_bucket)
 
 
-def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+def _sum_bucket(state, bucket):  # type: ignore[no-untyped-def] # DDP refuses annotations as strings
+    work = dist.all_reduce(bucket.buffer(), group=state, async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])
 

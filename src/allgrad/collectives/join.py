@@ -44,10 +44,11 @@ def join(
                                sizes  (2, 1, 2)            (1, 0, 1)        (0, 0, 3)
 
     Each step gives the batch, and the rows of every rank. A batch is any nest of tensors with rows
-    along dim 0; an empty one is the rank's last batch with no rows, or ``empty``. The rank runs
-    the same step on it: its collectives, their backward and DDP's all take part, with nothing. So
-    the step equals one process on the joined rows, if it is right for ranks that hold no rows: divide
-    sums by ``sum(sizes)``, since the mean of no rows is not a number.
+    along dim 0. An empty one is the rank's last batch, or ``empty``, with no rows; what is not a
+    tensor in it stays as it is. The rank runs the same step on it: its collectives, their backward
+    and DDP's all take part, with nothing. So the step equals one process on the joined rows, if it
+    is right for ranks that hold no rows: divide sums by ``sum(sizes)``, since the mean of no rows
+    is not a number.
 
     A rank that never has a batch needs ``empty``. An iterable that raises on one rank raises on
     every rank. Leave the loop on every rank or on none.
