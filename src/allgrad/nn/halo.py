@@ -166,10 +166,11 @@ def lengths_along(
     by_rank = [own] * place.world
     if sizes is None:
         by_rank = [_Facts.of_row(row) for row in gather_numbers(call, own.row(), x, group)]
-    shown = [str(facts) for facts in by_rank]
-    marks = {rank: p for rank, facts in enumerate(by_rank) if (p := facts.problem()) is not None}
+    problems = [facts.problem() for facts in by_rank]
+    marks = {rank: problem for rank, problem in enumerate(problems) if problem is not None}
     if marks:
         rule = f"{call}: dim is one of the tensor's, and a halo has a length from 0 up."
+        shown = [str(facts) for facts in by_rank]
         raise InputError(rank_table(rule, shown, marks, "Correct the arguments of these ranks."))
     if sizes is not None:
         if len(sizes) != place.world or sizes[place.rank] != own.length():
@@ -185,7 +186,7 @@ def lengths_along(
         raise PieceMismatch(
             rank_table(
                 f"{call}: pieces may differ along the split dim only.",
-                shown,
+                [str(facts) for facts in by_rank],
                 odd,
                 "Give every rank the same lengths in the other dims, and the same arguments.",
             )

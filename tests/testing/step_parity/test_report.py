@@ -34,7 +34,7 @@ class Towers(nn.Module):
 
     def forward(self, batch):
         one, two = normalize(self.one(batch["x"])), normalize(self.two(batch["y"]))
-        return one, two, self.scale.squeeze()
+        return one, two, self.scale.sum()  # a scalar, but no view: FSDP warns of those
 
 
 class Norms(Towers):

@@ -66,13 +66,14 @@ class ParityReport:
             return f"parity: {who} do not finish a step.\n{self.diagnosis}"
         d = self.difference
         what = {"gradient": "the gradient of ", "buffer": "buffer ", "parameter": "parameter "}
+        noted = self.note is not None and self.mistake is not Mistake.ACCUMULATION
         others = f", and {len(d.also)} more" if d.also else ""
         return rank_table(
             f"parity: {who} differ from one process at step {d.step}, first in "
             f"{what[d.kind]}{d.name}{others}.",
             [f"off by {by:.3g}, where the largest entry is {d.scale:.3g}" for by in d.by_rank],
             {},
-            str(self.diagnosis),
+            f"{self.diagnosis}\n{self.note}" if noted else str(self.diagnosis),
         )
 
 
