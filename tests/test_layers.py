@@ -12,7 +12,8 @@ SRC = Path(__file__).parent.parent / "src" / "allgrad"
 # From the bottom up: a package imports itself and the packages above its own line.
 PACKAGES = (
     *("errors", "containers", "_core", "_wire", "_autograd", "types", "collectives", "devices"),
-    *("module_state", "losses", "nn", "compat", "integrations", "testing", "report", "cli", "__main__"),
+    *("module_state", "wrappers", "losses", "nn", "compat", "integrations", "testing", "report"),
+    *("cli", "__main__"),
 )
 # Differentiation knows nothing of how bytes move; only lockstep tells other ranks of an error.
 CALCULUS = {"adjoint_pair.py", "transforms.py", "backward_order.py", "async_calls.py"}

@@ -11,6 +11,7 @@ from allgrad.collectives.all_reduce import all_reduce, share
 from allgrad.collectives.all_to_all import all_to_all
 from allgrad.collectives.broadcast import broadcast, reduce
 from allgrad.collectives.gather import gather, scatter
+from allgrad.collectives.join import join
 from allgrad.collectives.permute import permute, shift
 from allgrad.collectives.scan import scan
 
@@ -25,6 +26,7 @@ __all__ = [
     "errors",
     "gather",
     "gather_sizes",
+    "join",
     "lockstep",
     "permute",
     "recorded",

@@ -139,6 +139,20 @@ def test_routing_that_does_not_fit(rank, world):
 
 
 @pytest.mark.ranks(3)
+def test_options_that_differ_between_ranks(rank, world):
+    x, routing = torch.zeros(2, WIDTH), torch.tensor([1, 1])
+    wide = torch.zeros(2, WIDTH + (rank == 1))
+    raises_everywhere(
+        PieceMismatch, lambda: dispatch(wide, routing, experts=3), "4 features", "<- differs"
+    )
+    held = [1, 2, 0] if rank == 2 else [1, 1, 1]
+    raises_everywhere(PieceMismatch, lambda: dispatch(x, routing, experts=held), "<- differs")
+    raises_everywhere(
+        PieceMismatch, lambda: dispatch(x, routing, experts=3, capacity=5 + rank // 2), "capacity=6"
+    )
+
+
+@pytest.mark.ranks(3)
 def test_no_room(rank, world):
     x, routing = torch.zeros(2, WIDTH), torch.tensor([1, 1])
     raises_everywhere(

@@ -97,6 +97,11 @@ def test_bad_arguments(rank, world):
     x = torch.zeros(3, 2)
     raises_everywhere(InputError, lambda: halo_exchange(x, 2, 1, 1), "dim=2", "-2 to 1")
     raises_everywhere(InputError, lambda: halo_exchange(x, 0, -1, 1), "before=-1")
+    # What one rank alone gets wrong raises on every rank too.
+    for arguments in ((2, 1, 1), (0, -1, 1)):
+        mine = arguments if rank == 1 else (0, 1, 1)
+        raises_everywhere(InputError, lambda mine=mine: halo_exchange(x, *mine), "<-")
+    raises_everywhere(PieceMismatch, lambda: halo_exchange(x, 0, 1 + rank // 2, 1), "before=2")
     raises_everywhere(SizesError, lambda: halo_exchange(x, 0, 1, 1, sizes=[3, 3]), "sizes=[3, 3]")
     odd = torch.zeros(3, 4) if rank == 1 else x
     raises_everywhere(PieceMismatch, lambda: halo_exchange(odd, 0, 1, 1), "(3, 4)", "<- differs")

@@ -251,3 +251,27 @@ def test_unknown(): pass
 """,
     )
     result.stdout.fnmatch_lines(["*there is no limit*"])
+
+
+def test_parity_fails_a_test_with_its_report(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+def batch(step, rank, ranks):
+    return torch.randn(2, 3)
+
+def total(model, x):
+    return model(x).square().sum()
+
+def mean(model, x):
+    return model(x).square().mean()
+
+def test_mean(parity):
+    assert parity(lambda: torch.nn.Linear(3, 2), batch, mean, ranks=3, wrapper="ddp", steps=1)
+
+def test_total(parity):
+    parity(lambda: torch.nn.Linear(3, 2), batch, total, ranks=3, wrapper="ddp", steps=1)
+""",
+    )
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*every gradient is 3 times too small: averaged by DDP*"])

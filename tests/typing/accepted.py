@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import assert_type
 
 import allgrad as ag
+from allgrad.losses import clip_loss
+from allgrad.testing import ParityReport, parity
 from allgrad.types import Grad, GroupLike, Handle, Op, Sizes
+from allgrad.wrappers import gradient_scale, sum_gradients
 
 
 @dataclass
@@ -38,6 +41,27 @@ def nests(x: Tensor, batch: Batch) -> Tensor:
     first, second = assert_type(ag.reduce((x, x), dst=1), "tuple[Tensor, Tensor]")
     joined = assert_type(ag.all_gather(batch), Batch)
     return in_dict["a"] + in_list[0] + first + second + joined.images
+
+
+def uneven(loader: list[Batch]) -> None:
+    for batch, sizes in ag.join(loader):
+        assert_type(batch, Batch)
+        assert_type(sizes, "tuple[int, ...]")
+
+
+def step(model: nn.Module, batch: Batch) -> Tensor:
+    return clip_loss(model(batch.images), batch.images)
+
+
+def make_batch(step: int, rank: int, ranks: int) -> Batch:
+    return Batch(torch.zeros(step, ranks), torch.zeros(rank))
+
+
+def proofs() -> None:
+    report = parity(lambda: nn.Linear(2, 2), make_batch, step)
+    assert_type(report, ParityReport)
+    model = sum_gradients(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
+    assert_type(gradient_scale(model).factor, float)
 
 
 def reductions(x: Tensor) -> None:

@@ -13,6 +13,7 @@ import typer
 from allgrad.cli.bench.command import bench
 from allgrad.cli.report import report
 from allgrad.cli.doctor.command import doctor
+from allgrad.cli.parity import parity
 from allgrad.errors import GroupError
 
 app = typer.Typer(
@@ -40,6 +41,7 @@ class Backend(Enum):
 app.command()(bench)
 app.command()(report)
 app.command()(doctor)
+app.command()(parity)
 
 
 @app.callback()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -83,7 +83,10 @@ def dispatch(
     number = sum(held)
     chosen = _choices(x, routing)
     expert = torch.where((chosen >= 0) & (chosen < number), chosen, number)
-    counts = _counts_by_rank(x, routing, torch.bincount(expert, minlength=number + 1), group)
+    options = _Options(held, capacity, drop)
+    counts = _counts_by_rank(
+        x, routing, torch.bincount(expert, minlength=number + 1), options, group
+    )
     kept = counts if capacity is None else _with_room(counts, capacity, drop)
 
     slots = expert.argsort(stable=True)[: int(counts[place.rank].sum())]
@@ -190,6 +193,17 @@ def _regroup(counts: Tensor, device: torch.device) -> AdjointPair:
     )
 
 
+class _Options(NamedTuple):
+    """The arguments that must be the same on every rank."""
+
+    held: tuple[int, ...]
+    capacity: int | None
+    drop: bool
+
+    def row(self) -> list[int]:
+        return [hash(self.held), -1 if self.capacity is None else self.capacity, self.drop]
+
+
 def _choices(x: Tensor, routing: Tensor) -> Tensor:
     """All choices of this rank, one after another; none where the arguments do not fit."""
     good = x.dim() == 2 and routing.dim() in {1, 2} and len(routing) == len(x)
@@ -197,7 +211,9 @@ def _choices(x: Tensor, routing: Tensor) -> Tensor:
     return routing.reshape(-1) if good and whole else routing.new_zeros(0, dtype=torch.int64)
 
 
-def _counts_by_rank(x: Tensor, routing: Tensor, counts: Tensor, group: GroupLike) -> Tensor:
+def _counts_by_rank(
+    x: Tensor, routing: Tensor, counts: Tensor, options: _Options, group: GroupLike
+) -> Tensor:
     """How many choices of each rank fall on each expert. A mistake of one rank raises on all."""
     number = len(counts) - 1
     chosen = _choices(x, routing)
@@ -205,9 +221,14 @@ def _counts_by_rank(x: Tensor, routing: Tensor, counts: Tensor, group: GroupLike
     if len(chosen):
         span = torch.stack(torch.aminmax(chosen)).long()
     shapes = [x.dim(), *_two(x), routing.dim(), *_two(routing), int(routing.is_floating_point())]
-    row = torch.cat([span, span.new_tensor(shapes), counts[:number]])
+    row = torch.cat([span, span.new_tensor([*shapes, *options.row()]), counts[:number]])
     rows = all_gather(row.to(x.device)[None], sizes="equal", group=group, grad="none").cpu()
-    facts = rows[:, :9].tolist()
+    _require_fitting(rows[:, :12].tolist(), number)
+    return rows[:, 12:]
+
+
+def _require_fitting(facts: list[list[int]], number: int) -> None:
+    """Check what the ranks told of their arguments; every rank sees the same."""
     shown = [f"x {tuple(f[3:5][: f[2]])}, routing {tuple(f[6:8][: f[5]])}" for f in facts]
     marks = {
         rank: "do not fit"
@@ -233,7 +254,18 @@ def _counts_by_rank(x: Tensor, routing: Tensor, counts: Tensor, group: GroupLike
                 "Route to experts that some rank holds.",
             )
         )
-    return rows[:, 9:]
+    kinds = [(f[4], *f[9:]) for f in facts]
+    usual = max(kinds, key=kinds.count)
+    odd = {rank: "differs" for rank, kind in enumerate(kinds) if kind != usual}
+    if odd:
+        raise PieceMismatch(
+            rank_table(
+                "dispatch: tokens of all ranks have one width, and the ranks the same options.",
+                [f"{f[4]} features, capacity={f[10]}, drop={bool(f[11])}" for f in facts],
+                odd,
+                "Give every rank the same features, experts=, capacity= and drop=.",
+            )
+        )
 
 
 def _two(x: Tensor) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -55,12 +55,9 @@ def halo_exchange(
     Cost: one message to each neighbour each way, plus one size exchange unless ``sizes`` is given.
     """
     place = find_place("halo_exchange", group)
-    dim = _dim_from_front(x, dim)
-    if before < 0 or after < 0:
-        raise InputError(
-            f"halo_exchange: before={before}, after={after}.\nGive whole numbers from 0 up."
-        )
-    sizes = lengths_along("halo_exchange", x, dim, sizes, group)
+    halo = _Halo(before, after, wrap)
+    sizes = lengths_along("halo_exchange", x, dim, sizes, group, halo=halo)
+    dim %= x.dim()
     ahead, behind = _neighbours(sizes, wrap)
     given = [max(before * (r in behind), after * (r in ahead)) for r in range(place.world)]
     short = {r: f"gives {n}" for r, n in enumerate(given) if sizes[r] < n}
@@ -110,39 +107,88 @@ def _neighbours(sizes: Sequence[int], wrap: bool) -> tuple[dict[int, int], dict[
     return {after: before for before, after in behind.items()}, behind
 
 
+class _Halo(NamedTuple):
+    """What a rank asks for."""
+
+    before: int = 0
+    after: int = 0
+    wrap: bool = False
+
+
+class _Facts(NamedTuple):
+    """What a rank tells of its piece and of its arguments."""
+
+    dims: int
+    dim: int
+    halo: _Halo
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of_row(cls, row: Sequence[int]) -> _Facts:
+        halo = _Halo(row[2], row[3], bool(row[4]))
+        return cls(row[0], row[1], halo, tuple(row[5 : 5 + row[0]]))
+
+    def row(self) -> list[int]:
+        return [self.dims, self.dim, *map(int, self.halo), *self.shape, *[0] * 16][:21]
+
+    def __str__(self) -> str:
+        before, after, wrap = self.halo
+        return f"{self.shape}, dim={self.dim}, before={before}, after={after}, wrap={wrap}"
+
+    def problem(self) -> str | None:
+        if not -self.dims <= self.dim < self.dims:
+            return f"no dim from {-self.dims} to {self.dims - 1}"
+        return "shorter than nothing" if min(self.halo[:2]) < 0 else None
+
+    def alike(self) -> tuple[object, ...]:
+        """What must be the same on every rank."""
+        at = self.dim % self.dims
+        return at, self.halo, self.shape[:at], self.shape[at + 1 :]
+
+    def length(self) -> int:
+        return self.shape[self.dim]
+
+
 def lengths_along(
-    call: str, x: Tensor, dim: int, sizes: Sequence[int] | None, group: GroupLike
+    call: str,
+    x: Tensor,
+    dim: int,
+    sizes: Sequence[int] | None,
+    group: GroupLike,
+    *,
+    halo: _Halo = _Halo(),  # noqa: B008 - it cannot be changed
 ) -> tuple[int, ...]:
-    """What each rank holds along ``dim``; unless given, found out, with all other dims alike."""
+    """What each rank holds along ``dim``.
+
+    Unless given, it is found out with all other arguments, so that a mistake of one rank raises on all.
+    """
+    own, place = _Facts(x.dim(), dim, halo, tuple(x.shape)), find_place(call, group)
+    by_rank = [own] * place.world
+    if sizes is None:
+        by_rank = [_Facts.of_row(row) for row in gather_numbers(call, own.row(), x, group)]
+    problems = [facts.problem() for facts in by_rank]
+    marks = {rank: problem for rank, problem in enumerate(problems) if problem is not None}
+    if marks:
+        rule = f"{call}: dim is one of the tensor's, and a halo has a length from 0 up."
+        shown = [str(facts) for facts in by_rank]
+        raise InputError(rank_table(rule, shown, marks, "Correct the arguments of these ranks."))
     if sizes is not None:
-        place = find_place(call, group)
-        if len(sizes) != place.world or sizes[place.rank] != x.shape[dim]:
+        if len(sizes) != place.world or sizes[place.rank] != own.length():
             raise SizesError(
                 f"{call}: sizes={list(sizes)} do not fit rank {place.rank} of {place.world}, which "
-                f"holds {x.shape[dim]} along dim {dim}.\nGive what each rank holds, in rank order."
+                f"holds {own.length()} along dim {dim}.\nGive what each rank holds, in rank order."
             )
         return tuple(sizes)
-    shape = [*x.shape, *[0] * 8][:8]
-    by_rank = gather_numbers(call, [x.dim(), dim, *shape], x, group)
-    others = [(f[0], f[1], *(n for d, n in enumerate(f[2:]) if d != f[1])) for f in by_rank]
-    usual = max(others, key=others.count)
-    odd = {rank: "differs" for rank, other in enumerate(others) if other != usual}
+    kinds = [facts.alike() for facts in by_rank]
+    usual = max(kinds, key=kinds.count)
+    odd = {rank: "differs" for rank, kind in enumerate(kinds) if kind != usual}
     if odd:
         raise PieceMismatch(
             rank_table(
                 f"{call}: pieces may differ along the split dim only.",
-                [f"{tuple(f[2 : 2 + f[0]])}, dim {f[1]}" for f in by_rank],
+                [str(facts) for facts in by_rank],
                 odd,
-                "Give every rank the same lengths in the other dims.",
+                "Give every rank the same lengths in the other dims, and the same arguments.",
             )
         )
-    return tuple(f[2 + f[1]] for f in by_rank)
-
-
-def _dim_from_front(x: Tensor, dim: int) -> int:
-    if not -x.dim() <= dim < x.dim():
-        raise InputError(
-            f"halo_exchange: dim={dim} is out of range for shape {tuple(x.shape)}.\n"
-            f"Give a dim from {-x.dim()} to {x.dim() - 1}."
-        )
-    return dim % x.dim()
+    return tuple(facts.length() for facts in by_rank)

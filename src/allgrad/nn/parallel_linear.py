@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,74 @@ from allgrad.collectives.all_reduce import all_reduce, share
 from allgrad.nn._ranks import feature_sizes, find_place
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from allgrad.types import GroupLike, Sizes
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
 
-class ColumnParallelLinear(nn.Module):
+class _ParallelLinear(nn.Module):
+    """A piece of a plain layer, along the dim of the weight that a subclass names."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    split_dim: ClassVar[int]  # of the weight (out_features, in_features)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        *,
+        sequence_dim: int | None,
+        ragged: bool,
+        group: GroupLike,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        place = find_place(name, group)
+        what = ("out_features", "in_features")[self.split_dim]
+        features = (out_features, in_features)[self.split_dim]
+        self.sizes = feature_sizes(name, what, features, place.world, ragged=ragged)
+        self.in_features, self.out_features = in_features, out_features
+        self.sequence_dim, self.group = sequence_dim, group
+        plain = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self._take(plain, place.rank)
+
+    @classmethod
+    def _made_from(cls, layer: nn.Linear, **options: Any) -> Self:
+        features = layer.in_features, layer.out_features
+        made = cls(*features, layer.bias is not None, device="meta", dtype=None, **options)
+        made._take(layer, find_place(cls.__name__, made.group).rank)
+        return made
+
+    def _take(self, plain: nn.Linear, rank: int) -> None:
+        # A piece of memory of its own: a view would keep the whole layer alive.
+        weight = plain.weight.detach().split(self.sizes, self.split_dim)[rank]
+        self.weight, self.bias = nn.Parameter(weight.clone()), None
+        if plain.bias is not None:  # of output features: split with them, or held by every rank
+            bias = plain.bias.detach()
+            bias = bias if self.split_dim else bias.split(self.sizes)[rank]
+            self.bias = nn.Parameter(bias.clone())
+
+    @torch.no_grad()
+    def to_plain(self) -> nn.Linear:
+        """Give every rank the plain layer, gathered from all pieces."""
+        weight = all_gather(self.weight, self.split_dim, sizes=self.sizes, group=self.group)
+        made = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        made.weight = nn.Parameter(weight)
+        if self.bias is not None:
+            bias = self.bias.detach().clone()
+            if not self.split_dim:
+                bias = all_gather(bias, sizes=self.sizes, group=self.group)
+            made.bias = nn.Parameter(bias)
+        return made
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """A linear layer of which each rank computes some output features.
 
         rank 0   x                    [ y y ]
@@ -45,8 +107,7 @@ class ColumnParallelLinear(nn.Module):
     ``gather_output`` forward one as large as the output.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    split_dim = 0
 
     def __init__(
         self,
@@ -61,15 +122,17 @@ class ColumnParallelLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        place = find_place("ColumnParallelLinear", group)
-        self.sizes = feature_sizes(
-            "ColumnParallelLinear", "out_features", out_features, place.world, ragged=ragged
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            sequence_dim=sequence_dim,
+            ragged=ragged,
+            group=group,
+            device=device,
+            dtype=dtype,
         )
-        self.in_features, self.out_features = in_features, out_features
-        self.gather_output, self.sequence_dim, self.group = gather_output, sequence_dim, group
-        plain = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self._take(plain, place.rank)
+        self.gather_output = gather_output
 
     @classmethod
     def from_plain(
@@ -80,33 +143,15 @@ class ColumnParallelLinear(nn.Module):
         sequence_dim: int | None = None,
         ragged: bool = False,
         group: GroupLike = None,
-    ) -> ColumnParallelLinear:
+    ) -> Self:
         """Take this rank's features of a plain layer, which is the same on every rank."""
-        made = cls(
-            layer.in_features,
-            layer.out_features,
-            layer.bias is not None,
+        return cls._made_from(
+            layer,
             gather_output=gather_output,
             sequence_dim=sequence_dim,
             ragged=ragged,
             group=group,
-            device="meta",
         )
-        made._take(layer, find_place("ColumnParallelLinear", group).rank)
-        return made
-
-    def _take(self, plain: nn.Linear, rank: int) -> None:
-        self.weight = _piece(plain.weight, 0, self.sizes, rank)
-        self.bias = None if plain.bias is None else _piece(plain.bias, 0, self.sizes, rank)
-
-    @torch.no_grad()
-    def to_plain(self) -> nn.Linear:
-        """Give every rank the plain layer, gathered from all pieces."""
-        weight = all_gather(self.weight, sizes=self.sizes, group=self.group)
-        bias = self.bias
-        if bias is not None:
-            bias = all_gather(bias, sizes=self.sizes, group=self.group)
-        return _plain(weight, bias)
 
     def forward(self, x: Tensor, *, sizes: Sizes = None) -> Tensor:
         """Compute this rank's output features.
@@ -123,7 +168,7 @@ class ColumnParallelLinear(nn.Module):
         return all_gather(y, -1, sizes=self.sizes, group=self.group, grad="same")
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """A linear layer of which each rank takes some input features.
 
         rank 0   [ x x ]              y = W0 x0 + W1 x1 + W2 x2 + bias
@@ -148,8 +193,7 @@ class RowParallelLinear(nn.Module):
     sum of the bias, with ``split_input`` one as large as ``x``.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    split_dim = 1
 
     def __init__(
         self,
@@ -164,15 +208,17 @@ class RowParallelLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        place = find_place("RowParallelLinear", group)
-        self.sizes = feature_sizes(
-            "RowParallelLinear", "in_features", in_features, place.world, ragged=ragged
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            sequence_dim=sequence_dim,
+            ragged=ragged,
+            group=group,
+            device=device,
+            dtype=dtype,
         )
-        self.in_features, self.out_features = in_features, out_features
-        self.split_input, self.sequence_dim, self.group = split_input, sequence_dim, group
-        plain = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self._take(plain, place.rank)
+        self.split_input = split_input
 
     @classmethod
     def from_plain(
@@ -183,29 +229,15 @@ class RowParallelLinear(nn.Module):
         sequence_dim: int | None = None,
         ragged: bool = False,
         group: GroupLike = None,
-    ) -> RowParallelLinear:
+    ) -> Self:
         """Take this rank's features of a plain layer, which is the same on every rank."""
-        made = cls(
-            layer.in_features,
-            layer.out_features,
-            layer.bias is not None,
+        return cls._made_from(
+            layer,
             split_input=split_input,
             sequence_dim=sequence_dim,
             ragged=ragged,
             group=group,
-            device="meta",
         )
-        made._take(layer, find_place("RowParallelLinear", group).rank)
-        return made
-
-    def _take(self, plain: nn.Linear, rank: int) -> None:
-        self.weight = _piece(plain.weight, 1, self.sizes, rank)
-        self.bias = None if plain.bias is None else nn.Parameter(plain.bias.detach().clone())
-
-    @torch.no_grad()
-    def to_plain(self) -> nn.Linear:
-        """Give every rank the plain layer, gathered from all pieces."""
-        return _plain(all_gather(self.weight, 1, sizes=self.sizes, group=self.group), self.bias)
 
     def forward(self, x: Tensor, *, sizes: Sizes = None) -> Tensor:
         """Sum what the ranks make of their input features.
@@ -221,17 +253,3 @@ class RowParallelLinear(nn.Module):
             y = reduce_scatter(y, self.sequence_dim, sizes=sizes, group=self.group)
             bias = None if bias is None else share(bias, group=self.group)
         return y if bias is None else y + bias
-
-
-def _piece(whole: Tensor, dim: int, sizes: tuple[int, ...], rank: int) -> nn.Parameter:
-    # A piece of memory of its own: a view would keep the whole layer alive.
-    return nn.Parameter(whole.detach().split(sizes, dim)[rank].clone())
-
-
-def _plain(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    rows, columns = weight.shape
-    made = nn.Linear(columns, rows, bias is not None, device="meta")
-    made.weight = nn.Parameter(weight)
-    if bias is not None:
-        made.bias = nn.Parameter(bias.detach().clone())
-    return made

@@ -13,16 +13,21 @@ from allgrad.testing.checks import (
 from allgrad.testing.failures import RankError, RankFailed, RanksStuck
 from allgrad.testing.ranks import run_ranks
 from allgrad.testing.serialization import CannotShip
+from allgrad.testing.step_parity.mistakes import Mistake
+from allgrad.testing.step_parity.report import ParityReport, parity
 
 __all__ = [
     "CannotShip",
     "GradientMismatch",
+    "Mistake",
     "NotAdjoint",
+    "ParityReport",
     "RankError",
     "RankFailed",
     "RanksStuck",
     "adjoint_check",
     "gradcheck",
     "gradgradcheck",
+    "parity",
     "run_ranks",
 ]

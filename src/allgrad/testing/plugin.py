@@ -6,6 +6,8 @@
 Collection, fixtures and parameters stay in pytest's process; the body and their values are sent to
 every rank. The tests of a module that have the same number of ranks run one after another, so that
 a world is started once.
+
+The fixture ``parity`` is ``allgrad.testing.parity``, and fails the test where a step differs.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from allgrad.testing.failures import RankFailed, RanksStuck
+    from allgrad.testing.step_parity.report import ParityReport
 
 _MARK = "ranks"
 _USAGE = "ranks(*worlds, timeout=60, backend='gloo')"
@@ -72,6 +75,22 @@ def world(request: pytest.FixtureRequest) -> int:
 def rank(world: int) -> object:  # noqa: ARG001 - without a world there is no rank
     """The rank that runs the test body."""
     return _PerRank.RANK
+
+
+@pytest.fixture
+def parity(request: pytest.FixtureRequest) -> Callable[..., ParityReport]:
+    """Compare a training step on ranks with one process; fail where it differs."""
+    from allgrad.testing.serialization import by_value
+    from allgrad.testing.step_parity.report import parity
+
+    def require_parity(*args: Any, **options: Any) -> ParityReport:
+        with by_value(_local_modules(request.node)):
+            report = parity(*args, **options)
+        if not report:
+            pytest.fail(str(report), pytrace=False)
+        return report
+
+    return require_parity
 
 
 @pytest.hookimpl(tryfirst=True)

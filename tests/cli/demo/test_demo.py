@@ -36,6 +36,7 @@ def test_ranks_learn_what_one_process_learns(loss, tmp_path):
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     check(done.stdout, out)
+    assert "5 steps on 2 ranks under DDP equal one process" in done.stdout
 
 
 def test_world_of_torchrun_is_joined(tmp_path):
@@ -175,7 +176,7 @@ def test_pieces_join_to_the_batch():
     def piece():
         learn, _ = digits.load()
         batch = training._batch(learn, 4)
-        mine = training._own_piece(batch, training.batch_sizes(4, 3))
+        mine = training._piece(batch, training.batch_sizes(4, 3), rank_of())
         return rank_of(), mine.pictures, mine.tokens, batch.pictures, batch.tokens
 
     pieces = run_ranks(piece, 3)

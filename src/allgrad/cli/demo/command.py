@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from allgrad.cli.demo import picture
 from allgrad.cli.demo.progress import say
-from allgrad.cli.demo.training import batch_sizes
+from allgrad.cli.demo.training import batch_sizes, check_under_ddp
 from allgrad.cli.demo.worlds import (
     torchrun_world,
     train_alone,
@@ -40,6 +40,10 @@ def run(config: TrainingConfig, *, backend: str, out: Path) -> bool:
     say(f"Largest difference of any parameter on any rank: {difference:.1e} ({name})")
     if not same:
         say(f"That is more than {_LIMIT:.0e}: the gradients are not the same.")
+    elif world is None and config.ranks > 1:
+        report = check_under_ddp(config, backend)
+        say(str(report))
+        same = report.equal
     say(f"Both loss curves and the similarity matrix: {out}")
     return same
 

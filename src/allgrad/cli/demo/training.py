@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,19 +16,22 @@ from allgrad.cli.demo.towers import Towers
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.collectives.gather import gather
 from allgrad.losses import reference
+from allgrad.testing import parity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from allgrad.cli.demo.digits import Digits
+    from allgrad.testing import ParityReport
 
 __all__ = [
     "LOSSES",
     "TrainingConfig",
     "TrainingResult",
     "batch_sizes",
+    "check_under_ddp",
     "train_in_one_process",
     "train_on_ranks",
 ]
@@ -102,7 +106,7 @@ class _RankTrainer:
         self._loss = LOSSES[loss]
 
     def gradients(self, model: Towers, batch: Digits, sizes: list[int]) -> Tensor:
-        loss = self._loss(*model(_own_piece(batch, sizes)), sizes=sizes)
+        loss = self._loss(*model(_piece(batch, sizes, rank_of())), sizes=sizes)
         loss.backward()
         owned = [p.grad for p in model.parameters()]
         for p, mean in zip(model.parameters(), all_reduce(owned, "mean", grad="none"), strict=True):
@@ -146,6 +150,20 @@ def train_in_one_process(config: TrainingConfig, on_step: OnStep) -> TrainingRes
     return _train(config, _SingleTrainer(config.loss), on_step)
 
 
+def check_under_ddp(config: TrainingConfig, backend: str) -> ParityReport:
+    """Compare the first steps on ranks under DDP with one process; at the fifth a rank is idle."""
+    return parity(
+        partial(Towers, with_bias=config.loss == "siglip"),
+        _piece_of_rank,
+        partial(_loss_of_pairs, config.loss),
+        ranks=config.ranks,
+        wrapper="ddp",
+        steps=5,
+        make_optimizer=_adam,
+        backend=backend,
+    )
+
+
 def batch_sizes(step: int, ranks: int) -> list[int]:
     """The number of pairs of each rank at a step: random, and sometimes 0 on one rank."""
     generator = torch.Generator().manual_seed(step)
@@ -159,9 +177,9 @@ def batch_sizes(step: int, ranks: int) -> list[int]:
 
 
 def _train(config: TrainingConfig, trainer: Trainer, on_step: OnStep) -> TrainingResult:
-    training, held_out = digits.load(config.device)
+    training, held_out = _load(config.device)
     model = Towers(with_bias=config.loss == "siglip").to(config.device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=_RATE, eps=_EPS)
+    optimizer = _adam(model.parameters())
     between_tests = max(1, config.steps // _TESTS)
     losses: list[float] = []
     tested: list[tuple[int, float]] = []
@@ -188,9 +206,24 @@ def _batch(training: Digits, step: int) -> Digits:
     return training[torch.randperm(len(training), generator=generator)[:_PAIRS]]
 
 
-def _own_piece(batch: Digits, sizes: list[int]) -> Digits:
-    start, end = list(pairwise(accumulate(sizes, initial=0)))[rank_of()]
+def _piece(batch: Digits, sizes: list[int], rank: int) -> Digits:
+    start, end = list(pairwise(accumulate(sizes, initial=0)))[rank]
     return batch[start:end]
+
+
+def _piece_of_rank(step: int, rank: int, ranks: int) -> Digits:
+    return _piece(_batch(_load("cpu")[0], step), batch_sizes(step, ranks), rank)
+
+
+def _loss_of_pairs(loss: str, model: nn.Module, batch: Digits) -> Tensor:
+    return LOSSES[loss](*model(batch))
+
+
+def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=_RATE, eps=_EPS)
+
+
+_load = cache(digits.load)
 
 
 def _count_correct(model: Towers, held_out: Digits) -> Tensor:

@@ -1,0 +1,71 @@
+"""``allgrad parity``: compare a training step on ranks with one process."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["parity"]
+
+
+class Wrapper(Enum):
+    """The wrappers that can be named on the command line."""
+
+    DDP = "ddp"
+    FSDP = "fsdp"
+    NONE = "none"
+
+
+def parity(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="A function that returns the arguments of allgrad.testing.parity as a dict.",
+        ),
+    ],
+    *,
+    ranks: Annotated[int | None, typer.Option(min=2, help="Number of processes.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Number of training steps.")] = None,
+    wrapper: Annotated[Wrapper | None, typer.Option(help="Wrapper of the model.")] = None,
+) -> None:
+    """Run a training step on real ranks and in one process on the joined batch, and compare.
+
+    Options replace what the function gives. The command fails if the step differs, and says where,
+    by how much, and what it looks like.
+    """
+    from allgrad.testing import parity as compare
+
+    arguments = _arguments(target)
+    given = {"ranks": ranks, "steps": steps}
+    arguments |= {name: value for name, value in given.items() if value is not None}
+    if wrapper is not None:
+        arguments["wrapper"] = None if wrapper is Wrapper.NONE else wrapper.value
+    report = compare(**arguments)
+    typer.echo(str(report))
+    if not report:
+        raise typer.Exit(1)
+
+
+def _arguments(target: str) -> dict[str, Any]:
+    """Call the function that ``target`` names; modules are searched in this directory too."""
+    module, _, function = target.partition(":")
+    if not (module and function):
+        raise typer.BadParameter("Give MODULE:FUNCTION.", param_hint="target")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise typer.BadParameter(str(error), param_hint="target") from error
+    arguments = found()
+    if not isinstance(arguments, dict):
+        raise typer.BadParameter(
+            f"{target} returned {type(arguments).__name__}, not a dict.", param_hint="target"
+        )
+    return arguments

@@ -1,0 +1,132 @@
+"""``join``: a loop over batches in which every rank stays until all ranks are done."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from allgrad._wire import primitives as wire
+from allgrad.containers.nests import map_tensors, tensors
+from allgrad.errors import InputError, RankRaised, rank_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from allgrad._wire.calls import Call
+    from allgrad.types import GroupLike
+
+__all__ = ["join"]
+
+Batch = TypeVar("Batch")
+
+
+class _State(IntEnum):
+    """What a rank tells before a step."""
+
+    BATCH = 0
+    DONE = 1
+    RAISED = 2
+    NO_ROWS = 3  # a batch of which nobody knows how many rows it has
+    NEVER = 4  # done before the first batch, and no empty one was given
+
+
+def join(
+    batches: Iterable[Batch], *, empty: Batch | None = None, group: GroupLike = None
+) -> Iterator[tuple[Batch, tuple[int, ...]]]:
+    """Give every rank batches until all ranks are done; a rank that is done gets empty ones.
+
+        rank 0   aa a          step 0 [ a a ]       step 1 [ a ]     step 2 [ ]
+        rank 1   b      --->          [ b ]                [ ]              [ ]
+        rank 2   cc c ccc             [ c c ]              [ c ]            [ c c c ]
+                               sizes  (2, 1, 2)            (1, 0, 1)        (0, 0, 3)
+
+    Each step gives the batch, and the rows of every rank. A batch is any nest of tensors with rows
+    along dim 0. An empty one is the rank's last batch, or ``empty``, with no rows; what is not a
+    tensor in it stays as it is. The rank runs the same step on it: its collectives, their backward
+    and DDP's all take part, with nothing. So the step equals one process on the joined rows, if it
+    is right for ranks that hold no rows: divide sums by ``sum(sizes)``, since the mean of no rows
+    is not a number.
+
+    A rank that never has a batch needs ``empty``. An iterable that raises on one rank raises on
+    every rank. Leave the loop on every rank or on none.
+
+    Gradient: nothing to choose; batches are this rank's own.
+
+    Cost: one message of two numbers from each rank to each, before each step and at the end.
+    """
+    call = wire.resolve("join", group)
+    source = iter(batches)
+    last = empty
+    while True:
+        state, error, batch = _State.BATCH, None, None
+        try:
+            batch = next(source)
+        except StopIteration:
+            state = _State.NEVER if last is None else _State.DONE
+        except Exception as raised:  # noqa: BLE001 - told to all ranks, then raised again
+            state, error = _State.RAISED, raised
+        rows = 0
+        if batch is not None:
+            rows = _rows(batch)
+            state = _State.NO_ROWS if rows < 0 else state
+        states, sizes = _exchange(call, state, rows)
+        if error is not None:
+            raise error
+        _require_batches(states, sizes)
+        if all(s in {_State.DONE, _State.NEVER} for s in states):
+            return
+        if batch is None:
+            assert last is not None
+            batch = last = map_tensors(_without_rows, last)
+        elif empty is None:
+            last = batch
+        yield batch, sizes
+
+
+def _exchange(call: Call, state: _State, rows: int) -> tuple[list[_State], tuple[int, ...]]:
+    if call.size == 1:
+        return [state], (rows,)
+    row = torch.tensor([state, rows])
+    sent = row.to(call.group.message_device(row.device))
+    found = wire.all_gather(call, sent, (2,) * call.size).view(-1, 2).tolist()
+    return [_State(s) for s, _ in found], tuple(n for _, n in found)
+
+
+def _require_batches(states: list[_State], sizes: tuple[int, ...]) -> None:
+    """Raise on every rank what one rank cannot do."""
+    texts = {
+        _State.BATCH: "{} rows",
+        _State.DONE: "done",
+        _State.RAISED: "its iterable raised",
+        _State.NO_ROWS: "a batch without a tensor that has rows",
+        _State.NEVER: "has no batch at all",
+    }
+    shown = [texts[state].format(n) for state, n in zip(states, sizes, strict=True)]
+    if _State.RAISED in states:
+        marks = {r: "raised" for r, s in enumerate(states) if s is _State.RAISED}
+        advice = "The error of that rank tells why."
+        raise RankRaised(rank_table("join: the batches of a rank raised.", shown, marks, advice))
+    if _State.NO_ROWS in states:
+        marks = {r: "no rows" for r, s in enumerate(states) if s is _State.NO_ROWS}
+        rule = "join: a batch is a nest of tensors with rows along dim 0."
+        advice = "Give tensors, e.g. (x, y) or a dict of them."
+        raise InputError(rank_table(rule, shown, marks, advice))
+    if _State.NEVER in states and any(s is not _State.NEVER for s in states):
+        marks = {
+            r: "nothing to make an empty one of" for r, s in enumerate(states) if s is _State.NEVER
+        }
+        rule = "join: a rank that is done takes part with an empty batch, made of its last one."
+        advice = "Give empty=, a batch of the same kind; its rows are not used."
+        raise InputError(rank_table(rule, shown, marks, advice))
+
+
+def _rows(batch: object) -> int:
+    """The length of the first tensor that has dimensions; -1 without one."""
+    return next((len(x) for x in tensors(batch) if x.dim()), -1)
+
+
+def _without_rows(x: Tensor) -> Tensor:
+    return x[:0] if x.dim() else x

@@ -1,0 +1,105 @@
+"""The factor between the sum of all ranks' gradients and what a wrapper leaves in ``.grad``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from weakref import WeakSet
+
+from allgrad._wire import wrappers
+from allgrad.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["GradientScale", "gradient_scale", "sum_gradients"]
+
+M = TypeVar("M", bound="nn.Module")
+
+_summing: WeakSet[nn.Module] = WeakSet()
+
+
+class GradientScale(NamedTuple):
+    """What a wrapper does: ``.grad`` is ``factor`` times the sum of all ranks' gradients."""
+
+    wrapper: str
+    factor: float
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.wrapper}: .grad is {self.factor:g} times the sum over ranks; {self.why}"
+
+
+def gradient_scale(model: nn.Module, *, accumulation: int = 1) -> GradientScale:
+    """Tell what the wrapper of ``model`` does with the gradients of the ranks.
+
+        rank 0   A                      DDP, FSDP, DeepSpeed     (A + B + C) / 3
+        rank 1   B    backward  --->    after sum_gradients       A + B + C
+        rank 2   C                      no wrapper                its own part
+
+    ``model`` is a DDP module, an FSDP2 or FSDP1 module, or a DeepSpeed engine. To train on the sum
+    of all ranks' losses, divide the loss by ``factor``. ``accumulation`` is by how much a trainer
+    divides the loss: ``accelerator.gradient_accumulation_steps`` of Accelerate; DeepSpeed's own is
+    read from the engine.
+
+    Known are the wrappers themselves and ``sum_gradients``. A communication hook or a divide factor
+    of your own is not seen here; ``allgrad.testing.parity`` measures it.
+
+    Cost: nothing is sent.
+    """
+    kind, ranks = _kind(model)
+    if kind == "none":
+        return GradientScale(
+            "no wrapper", 1 / accumulation, "every rank keeps its own part: nothing is summed."
+        )
+    if model in _summing:
+        return GradientScale(kind, 1 / accumulation, "it sums, as sum_gradients asked it to.")
+    why = f"it takes the mean over {ranks} ranks"
+    if kind == "DeepSpeed":
+        accumulation *= int(model.gradient_accumulation_steps())  # type: ignore[operator]
+    if accumulation > 1:
+        why += f", and the loss is divided by {accumulation} accumulation steps"
+    return GradientScale(kind, 1 / (ranks * accumulation), f"{why}.")
+
+
+def sum_gradients(model: M) -> M:
+    """Make DDP or FSDP2 sum the gradients of the ranks, instead of their mean; return ``model``.
+
+        rank 0   A                          A + B + C
+        rank 1   B    model's backward ---> A + B + C
+        rank 2   C                          A + B + C
+
+    For DDP it registers a communication hook, and so must come first and once. For FSDP2 it sets the
+    divide factor of the module and of every sharded module inside to 1, and lets sums be sums:
+    Gloo has no multiplied ones.
+
+    Under DDP gradients of earlier micro-batches would be summed again with each backward: accumulate
+    under ``no_sync``, in all but the last.
+
+    Cost: none; the mean is the sum with a division.
+    """
+    kind, _ = _kind(model)
+    if kind == "DDP":
+        wrappers.sum_in_ddp(model)
+    elif kind == "FSDP2":
+        wrappers.sum_in_fsdp(model)
+    else:
+        raise InputError(
+            f"sum_gradients: {type(model).__name__} is neither a DDP nor an FSDP2 module.\n"
+            "Wrap the model first; elsewhere, divide the loss by gradient_scale(model).factor."
+        )
+    _summing.add(model)
+    return model
+
+
+def _kind(model: nn.Module) -> tuple[str, int]:
+    """The wrapper's name, and the number of ranks that it synchronises."""
+    if wrappers.is_ddp(model):
+        return "DDP", wrappers.ranks_of_ddp(model)
+    if wrappers.fsdp_modules(model):
+        return "FSDP2", wrappers.ranks_of_fsdp(model)
+    names = {base.__name__ for base in type(model).__mro__}
+    if "FullyShardedDataParallel" in names:
+        return "FSDP1", model.world_size  # type: ignore[return-value]
+    if "DeepSpeedEngine" in names:
+        return "DeepSpeed", int(model.dp_world_size)  # type: ignore[arg-type]
+    return "none", 1

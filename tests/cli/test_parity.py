@@ -1,0 +1,55 @@
+"""The command ``allgrad parity``, as a person runs it."""
+
+import pytest
+from typer.testing import CliRunner
+
+from allgrad.cli.main import app
+
+MODULE = """
+import torch
+from torch import nn
+
+def batch(step, rank, ranks):
+    return torch.randn(2, 3)
+
+def step(model, x):
+    return model(x).square().mean()
+
+def right():
+    return dict(make_model=lambda: nn.Linear(3, 2), make_batch=batch, step=step, wrapper="ddp")
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path, monkeypatch):
+    (tmp_path / "own_training.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_equal_and_different(module):
+    words = ["parity", "own_training:right", "--ranks", "2", "--steps", "1"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "1 step on 2 ranks under DDP equal one process" in done.output
+    done = CliRunner().invoke(app, [*words, "--wrapper", "none"])
+    assert done.exit_code == 1, done.output
+    assert "gradients that stay on their rank" in done.output
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("own_training", "MODULE:FUNCTION"),
+        ("own_training:wrong", "has no attribute"),
+        ("no_module_of_this_name:f", "No module named"),
+        ("own_training:number", "returned int"),
+    ],
+)
+def test_bad_targets_are_named(target, words):
+    done = CliRunner().invoke(app, ["parity", target])
+    assert done.exit_code == 2
+    assert words in done.stderr

@@ -1,0 +1,91 @@
+"""Ranks with unequal numbers of batches equal one process that has the joined rows of each step."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+from torch.nn.parallel import DistributedDataParallel
+
+import allgrad as ag
+from allgrad.errors import InputError, RankRaised
+from exactness import random
+
+ROWS = ([2, 1], [3], [1, 2, 2, 1])  # of the batches of each rank
+
+
+def batches(rank):
+    return [
+        {"x": random((n, 4), 10 * rank + step), "weight": torch.tensor(0.5)}
+        for step, n in enumerate(ROWS[rank])
+    ]
+
+
+def net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def loss_of(model, batch, sizes, rank):
+    """Each row against all rows of all ranks."""
+    z = normalize(model(batch["x"]))
+    every = ag.all_gather(z, sizes=sizes) if len(sizes) > 1 else z
+    labels = torch.arange(len(z)) + sum(sizes[:rank])
+    return cross_entropy(5 * z @ every.T, labels, reduction="sum") / sum(sizes) * batch["weight"]
+
+
+def alone():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
+    for step in range(max(map(len, ROWS))):
+        pieces = [batches(rank)[step]["x"] for rank in range(3) if step < len(ROWS[rank])]
+        x = torch.cat(pieces)
+        optimizer.zero_grad()
+        loss_of(model, {"x": x, "weight": 0.5}, (len(x),), 0).backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_uneven_batches_equal_one_process(rank, world, wrapped):
+    model = net()
+    outer = DistributedDataParallel(model) if wrapped else model
+    optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
+    seen = []
+    for batch, sizes in ag.join(batches(rank)):
+        seen.append(sizes)
+        optimizer.zero_grad()
+        (loss_of(outer, batch, sizes, rank) * world).backward()
+        if not wrapped:
+            for p in model.parameters():
+                p.grad = ag.all_reduce(p.grad, "mean")
+        optimizer.step()
+    assert seen == [(2, 3, 1), (1, 0, 2), (0, 0, 2), (0, 0, 1)]
+    for a, b in zip(model.parameters(), alone().parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.ranks(3)
+def test_one_ranks_trouble_raises_on_all(rank, world):
+    def broken():
+        yield torch.zeros(2, 1)
+        raise OSError("no such file")
+
+    with pytest.raises(
+        OSError if rank == 1 else RankRaised,
+        match="no such file" if rank == 1 else "rank 1: its iterable raised",
+    ):
+        list(ag.join(broken() if rank == 1 else [torch.zeros(1, 1)] * 3))
+    with pytest.raises(InputError, match="rank 0: has no batch at all   <- nothing"):
+        list(ag.join([torch.zeros(2, 1)] * rank))
+    given = list(ag.join([torch.zeros(2, 1)] * rank, empty=torch.zeros(9, 1)))
+    assert [sizes for _, sizes in given] == [(0, 2, 2), (0, 0, 2)]
+    assert [tuple(batch.shape) for batch, _ in given] == [(2 * (step < rank), 1) for step in (0, 1)]
+    with pytest.raises(InputError, match="rank 2: a batch without"):
+        list(ag.join([(torch.tensor(1.0), "words")] if rank == 2 else [torch.zeros(2, 1)]))
+    assert not list(ag.join([]))
+
+
+def test_a_world_of_one_gives_its_batches():
+    x = [torch.zeros(3, 1), torch.zeros(1, 1)]
+    assert [(batch, sizes) for batch, sizes in ag.join(x)] == [(x[0], (3,)), (x[1], (1,))]

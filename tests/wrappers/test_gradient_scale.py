@@ -1,0 +1,64 @@
+"""What wrappers do with gradients: said, and measured against one process."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from allgrad.errors import InputError
+from allgrad.wrappers import gradient_scale, sum_gradients
+from exactness import random
+
+ROWS = (3, 0, 4)
+
+
+def net(dtype=torch.float64):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+
+
+def wrapped(kind, dtype, world):
+    model = net(dtype)
+    if kind == "DDP":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (world,))
+    fully_shard(model[0], mesh=mesh)  # a part with parameters of its own, and the rest
+    return fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_factor_is_what_is_measured(rank, world, kind, dtype):
+    joined = random((sum(ROWS), 4), 1).to(dtype)
+    alone = net(dtype)
+    alone(joined).exp().sum().backward()
+    for change in (None, sum_gradients):
+        model = wrapped(kind, dtype, world)
+        if change is not None:
+            assert change(model) is model
+        said = gradient_scale(model)
+        assert said.wrapper == kind
+        assert said.factor == (1 / world if change is None else 1)
+        model(joined.split(ROWS)[rank]).exp().sum().backward()
+        for p, want in zip(model.parameters(), alone.parameters(), strict=True):
+            got = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            torch.testing.assert_close(got / said.factor, want.grad)
+
+
+def test_other_wrappers_are_known_by_name():
+    assert gradient_scale(net()).factor == 1
+    assert "nothing is summed" in str(gradient_scale(net()))
+
+    class DeepSpeedEngine(nn.Module):
+        dp_world_size = 8
+
+        def gradient_accumulation_steps(self):
+            return 4
+
+    assert gradient_scale(DeepSpeedEngine()).factor == 1 / 32
+    assert "4 accumulation steps" in gradient_scale(DeepSpeedEngine()).why
+    with pytest.raises(InputError, match="neither a DDP nor an FSDP2"):
+        sum_gradients(net())
