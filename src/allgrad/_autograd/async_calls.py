@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from allgrad._autograd import backward_order, transforms
+from allgrad._autograd import backward_order, call_order, transforms
 from allgrad._core import call_queue
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class PendingCall:
         """A call that has not started; in lockstep it is tied to ``chain``."""
         self.pair, self.chain = pair, chain
         self.adjoint: PendingCall | None = None
+        self.is_ordered = False  # by call_order, when it goes backward
         self._future: Future[tuple[Tensor, ...]] | None = None
 
     def start(self, xs: Sequence[Tensor]) -> None:
@@ -123,8 +124,10 @@ def _finished(pending: PendingCall, ticket: Tensor) -> tuple[Tensor, ...]:
     """The node that waits for a call, tied to the chain in lockstep."""
     if pending.chain is not None:
         return pending.chain.append(lambda token: _Wait.apply(pending, token, ticket))  # type: ignore[no-untyped-call]
+    pending.is_ordered = pending.pair.call is not None and torch.is_grad_enabled()
     _, *results = _Wait.apply(pending, transforms.ANCHOR, ticket)  # type: ignore[no-untyped-call]
-    return tuple(results)
+    gated = pending.is_ordered and call_order.STATE.gated
+    return call_order.gate(tuple(results)) if gated else tuple(results)
 
 
 _THREAD = threading.local()
@@ -173,10 +176,15 @@ class _Wait(torch.autograd.Function):
         ticket: Tensor,  # noqa: ARG004
     ) -> tuple[Tensor, ...]:
         ctx.pending = pending
-        return token.new_empty(0), *pending.wait()
+        results = pending.wait()
+        if pending.is_ordered:
+            call_order.register(ctx, pending.pair.call, results[0])
+        return token.new_empty(0), *results
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.pending.is_ordered:
+            call_order.check(ctx, ctx.pending.pair.call)
         # With create_graph the adjoint is a collective of the chain too, for the next backward.
         chain = ctx.pending.chain if torch.is_grad_enabled() else None
         ctx.pending.adjoint = PendingCall(ctx.pending.pair.adjoint, chain)

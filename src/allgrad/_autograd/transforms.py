@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
+from allgrad._autograd import call_order
 from allgrad._core.torch_internals import (
     FakeTensor,
     VmapInterpreter,
@@ -77,7 +78,8 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
         return _run(_Apply, pair, xs)
     if torch.is_grad_enabled():
         results: tuple[Tensor, ...] = _reverse(pair, ANCHOR, *map(unwrap_if_dead, xs))  # type: ignore[no-untyped-call]
-        return results
+        gated = call_order.STATE.gated and pair.call is not None
+        return call_order.gate(results) if gated else results
     return _plain(pair, xs)
 
 
@@ -200,10 +202,14 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004
-        ctx.pair = inputs[0]
+        ctx.pair = pair = inputs[0]
+        if pair.call is not None:
+            call_order.register(ctx, pair.call, inputs[2])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.pair.call is not None:
+            call_order.check(ctx, ctx.pair.call)
         return None, None, *apply(ctx.pair.adjoint, gradients)
 
     @staticmethod
@@ -229,11 +235,16 @@ class _Reverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pair: AdjointPair, anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
         ctx.pair = pair
+        if pair.call is not None:
+            call_order.register(ctx, pair.call, xs[0])
         return run_map(pair, xs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *apply(ctx.pair.adjoint, gradients)
+        pair = ctx.pair
+        if pair.call is not None:
+            call_order.check(ctx, pair.call)
+        return None, None, *apply(pair.adjoint, gradients)
 
 
 # The same as _Reverse.apply outside of torch.func, less what that one does in Python.

@@ -46,16 +46,21 @@ __all__ = [
     "functional_collectives",
     "functorch_active",
     "graph_internals",
+    "graph_task",
     "in_backward_pass",
     "inside_jvp",
+    "is_view",
     "is_zero_tensor",
     "lengths_differ",
+    "nodes_made",
     "process_group_named",
     "sequence_number",
+    "set_sequence_number",
     "traced_frames",
     "transform_names",
     "unflatten_dense",
     "unwrap_if_dead",
+    "will_run",
     "wrap_for_grad",
 ]
 
@@ -110,6 +115,19 @@ below_view_tracking = torch._C._AutoDispatchBelowADInplaceOrView
 def in_backward_pass() -> bool:
     """Tell whether this thread runs a backward pass. Without it: checked mode cannot tell."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+# The backward pass that this thread runs, the nodes that this thread has made, and whether a node
+# belongs to the pass. Without them: the order of backward is not checked (call_order).
+graph_task = torch._C._current_graph_task_id
+nodes_made = torch._C._autograd._get_sequence_nr
+will_run = torch._C._will_engine_execute_node
+is_view = torch.Tensor._is_view
+
+
+def set_sequence_number(node: Any, number: int) -> None:
+    """Of the nodes that are ready, autograd runs the one with the highest number."""
+    node._set_sequence_nr(number)
 
 
 # A tensor of zeros without memory, which forward mode hands on; nothing can be sent of it.

@@ -44,13 +44,17 @@ class Group:
     The process group is held weakly: graphs and cached pairs must not keep a destroyed one alive.
     """
 
-    __slots__ = ("__weakref__", "_device_types", "_ref", "backends", "rank", "registered", "size")
+    __slots__ = (
+        *("__weakref__", "_device_types", "_ref"),
+        *("backends", "orders", "rank", "registered", "size"),
+    )
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         """Read rank and size once; ``None`` is a world of one."""
         self._ref = None if process_group is None else weakref.ref(process_group)
         self._device_types: list[str] | None = None
         self.backends: dict[torch.device, Backend] = {}  # those asked for so far
+        self.orders: dict[torch.device, Any] = {}  # how calls go backward (call_order)
         self.registered = False  # whether the store knows this process (diagnosis.register)
         self.rank: int = 0 if process_group is None else process_group.rank()
         self.size: int = 1 if process_group is None else process_group.size()

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from allgrad._autograd import call_order
+from allgrad._wire import primitives as wire
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.errors import ModeError
@@ -101,6 +103,8 @@ def contrastive_loss(
     # features need no gradient (test_rank_without_gradient_takes_part).
     anchor = torch.empty(0, requires_grad=True)
     loss: Tensor = _ContrastiveLoss.apply(config, anchor, q, k, scale, bias)  # type: ignore[no-untyped-call]
+    if call_order.STATE.gated and loss.requires_grad and config.layout.world > 1:
+        (loss,) = call_order.gate((loss,))
     return loss
 
 
@@ -116,6 +120,9 @@ class _ContrastiveLoss(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         ctx.config, ctx.device, ctx.prepared = config, q.device.type, None
+        ctx.call = wire.resolve(config.name, config.layout.group)
+        if ctx.call.size > 1:
+            call_order.register(ctx, ctx.call, q)
         with torch.autocast(ctx.device, enabled=False):
             scores = _ScorePass(config, q, k, scale, bias)
             if config.kind is LossKind.SIGMOID:
@@ -129,6 +136,8 @@ class _ContrastiveLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, by_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.call.size > 1:
+            call_order.check(ctx, ctx.call)
         with torch.no_grad(), torch.autocast(ctx.device, enabled=False):
             gradients = _gradients(ctx, by_loss)
         if torch.is_grad_enabled():  # create_graph=True
