@@ -40,6 +40,7 @@ def differ_on_a_new_thread():
     try:
         (early.sum() + behind.sum()).backward()
     except AllgradError as error:
+        dist.destroy_process_group()
         return f"{type(error).__name__}: {error}"
     return x.grad
 
@@ -50,7 +51,9 @@ def test_what_cannot_be_ordered_raises_on_every_rank():
     assert found[0].startswith("RankRaised")
     assert any(text.startswith("CollectiveMismatch: all_reduce: backward") for text in found[1:])
     for text in found:
-        assert re.search(r"\(call \d+\) after all_reduce \(call \d+\), which was made before it", text)
+        assert re.search(
+            r"\(call \d+\) after all_reduce \(call \d+\), which was made before it", text
+        )
         assert "lockstep" in text
 
 

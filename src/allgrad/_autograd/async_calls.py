@@ -20,6 +20,8 @@ import torch
 
 from allgrad._autograd import backward_order, call_order, transforms
 from allgrad._core import call_queue
+from allgrad._core.torch_internals import is_batched_gradient
+from allgrad.errors import ModeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -183,6 +185,11 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if any(map(is_batched_gradient, gradients)):
+            raise ModeError(
+                f"{ctx.pending.pair.adjoint_name}: is_grads_batched=True is not there for async calls.\n"
+                "Leave out async_op=True."
+            )
         if ctx.pending.is_ordered:
             call_order.check(ctx, ctx.pending.pair.call)
         # With create_graph the adjoint is a collective of the chain too, for the next backward.

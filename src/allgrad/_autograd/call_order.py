@@ -23,9 +23,9 @@ would run before a later one raises, and the other ranks of the group raise too.
 from __future__ import annotations
 
 import itertools
-import threading
-import weakref
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import torch
 
@@ -63,7 +63,7 @@ class _State:
     def __init__(self) -> None:
         self.gated = False
         self.first = 1  # the number of the oldest of them
-        self.nodes: list[weakref.ref[Any]] = []
+        self.nodes: list[ref[Any]] = []
         self.look_at = 256  # so many, before the dead ones are dropped
         self.numbers = itertools.count(1)
         self.reserved: set[torch.device] = {
@@ -89,7 +89,7 @@ class Order:
 
     def __init__(self) -> None:
         """None so far."""
-        self.thread = threading.get_ident()  # that made the calls
+        self.thread = get_ident()  # that made the calls
         self.task = -1  # the backward pass that ran last,
         self.number, self.name = _ANY, ""  # the call it came to,
         self.before: dict[int, tuple[int, str]] = {}  # and the same of passes around it
@@ -109,9 +109,10 @@ def register(ctx: Any, call: Call, x: Tensor) -> None:
     ctx.order = order = group.orders.get(device) or _order_of(group, x)
     ctx.number = number = next(STATE.numbers)
     nodes = STATE.nodes
-    nodes.append(weakref.ref(ctx))
-    if order.thread != threading.get_ident():
-        order.thread = threading.get_ident()
+    nodes.append(ref(ctx))
+    thread = get_ident()
+    if order.thread != thread:
+        order.thread = thread
         _start_gates()
     if len(nodes) > STATE.look_at:
         _forget_dead()
@@ -139,7 +140,7 @@ def _order_of(group: Group, x: Tensor) -> Order:
 
 
 def _forget_dead() -> None:
-    STATE.nodes[:] = [ref for ref in STATE.nodes if ref() is not None]
+    STATE.nodes[:] = [found for found in STATE.nodes if found() is not None]
 
 
 def _start_gates() -> None:
@@ -149,7 +150,7 @@ def _start_gates() -> None:
         return
     STATE.gated = True
     _forget_dead()
-    nodes = [node for ref in STATE.nodes if (node := ref()) is not None]
+    nodes = [node for found in STATE.nodes if (node := found()) is not None]
     STATE.first = nodes[0].number if nodes else 1
     for node in nodes:
         set_sequence_number(node, node.number - STATE.first)
@@ -233,7 +234,7 @@ def _to_come(task: int) -> list[_Key]:
     """The calls that this backward pass has not run yet, the last one last."""
     found = STATE.to_come.get(task)
     if found is None:
-        nodes = [node for ref in STATE.nodes if (node := ref()) is not None and will_run(node)]
+        nodes = [node for one in STATE.nodes if (node := one()) is not None and will_run(node)]
         # Of those that were not checked because there were no gates yet.
         found = [
             _Key(node.number, id(node.order))

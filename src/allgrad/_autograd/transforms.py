@@ -26,7 +26,10 @@ from allgrad._core.torch_internals import (
     dual_level,
     functorch_active,
     inside_jvp,
+    is_batched_gradient,
+    rebatch,
     transform_names,
+    unbatch,
     unwrap_if_dead,
     wrap_for_grad,
 )
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ANCHOR",
     "apply",
+    "apply_adjoint",
     "has_only_shape",
     "is_plain_autograd",
     "needs_graph",
@@ -81,6 +85,14 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
         gated = call_order.STATE.gated and pair.call is not None
         return call_order.gate(results) if gated else results
     return _plain(pair, xs)
+
+
+def apply_adjoint(pair: AdjointPair, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The same for the pair's adjoint, in backward."""
+    for g in gradients:
+        if is_batched_gradient(g):
+            return rebatch(apply(pair.adjoint, unbatch(gradients)))
+    return apply(pair.adjoint, gradients)
 
 
 _order: Callable[[AdjointPair, Sequence[Tensor]], tuple[Tensor, ...] | None] | None = None
@@ -244,7 +256,7 @@ class _Reverse(torch.autograd.Function):
         pair = ctx.pair
         if pair.call is not None:
             call_order.check(ctx, pair.call)
-        return None, None, *apply(pair.adjoint, gradients)
+        return None, None, *apply_adjoint(pair, gradients)
 
 
 # The same as _Reverse.apply outside of torch.func, less what that one does in Python.

@@ -49,15 +49,18 @@ __all__ = [
     "graph_task",
     "in_backward_pass",
     "inside_jvp",
+    "is_batched_gradient",
     "is_view",
     "is_zero_tensor",
     "lengths_differ",
     "nodes_made",
     "process_group_named",
+    "rebatch",
     "sequence_number",
     "set_sequence_number",
     "traced_frames",
     "transform_names",
+    "unbatch",
     "unflatten_dense",
     "unwrap_if_dead",
     "will_run",
@@ -77,6 +80,32 @@ add_batch_dim = torch._C._functorch._add_batch_dim
 wrap_for_grad = torch._C._functorch._wrap_for_grad
 # A tensor that outlived its transform; without it such a tensor raises inside an autograd.Function.
 unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+
+
+# What autograd.grad(is_grads_batched=True) hands to a backward: tensors of vmap's first version.
+# Without them: that raises.
+is_batched_gradient = torch._C._functorch.is_legacy_batchedtensor
+
+
+def unbatch(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Batched gradients with their batch as the last dimension, copies where one has none."""
+    level, size = _batch_level(), 1
+    for g in gradients:
+        if is_batched_gradient(g):
+            size = torch._remove_batch_dim(g, level, 1, 0).shape[0]
+    return [torch._remove_batch_dim(g, level, size, 0).movedim(0, -1) for g in gradients]
+
+
+def rebatch(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The way back."""
+    level = _batch_level()
+    return [torch._add_batch_dim(g, g.dim() - 1, level) for g in gradients]
+
+
+def _batch_level() -> int:
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return level
 
 
 # The level of ``forward_ad.dual_level``; -1 outside. Read in every call, hence no function of ours.

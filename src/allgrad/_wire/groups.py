@@ -46,7 +46,7 @@ class Group:
 
     __slots__ = (
         *("__weakref__", "_device_types", "_ref"),
-        *("backends", "orders", "rank", "registered", "size"),
+        *("backends", "calls", "orders", "rank", "registered", "size"),
     )
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
@@ -54,6 +54,7 @@ class Group:
         self._ref = None if process_group is None else weakref.ref(process_group)
         self._device_types: list[str] | None = None
         self.backends: dict[torch.device, Backend] = {}  # those asked for so far
+        self.calls = 0  # on the wire, so far
         self.orders: dict[torch.device, Any] = {}  # how calls go backward (call_order)
         self.registered = False  # whether the store knows this process (diagnosis.register)
         self.rank: int = 0 if process_group is None else process_group.rank()

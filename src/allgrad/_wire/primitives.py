@@ -147,6 +147,7 @@ def _dispatch(operation: _Operation, call: Call, x: Tensor, *args: Any) -> Tenso
 
 def _run(operation: _Operation, call: Call, x: Tensor, *args: Any) -> Tensor:
     """Choose an algorithm and run it."""
+    call.group.calls += 1
     x = x.resolve_conj().resolve_neg().contiguous()
     if is_zero_tensor(x):
         x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
