@@ -191,7 +191,7 @@ class _Wait(torch.autograd.Function):
                 "Leave out async_op=True."
             )
         if ctx.pending.is_ordered:
-            call_order.check(ctx, ctx.pending.pair.call)
+            call_order.check(ctx)
         # With create_graph the adjoint is a collective of the chain too, for the next backward.
         chain = ctx.pending.chain if torch.is_grad_enabled() else None
         ctx.pending.adjoint = PendingCall(ctx.pending.pair.adjoint, chain)

@@ -66,9 +66,8 @@ class _State:
         self.nodes: list[ref[Any]] = []
         self.look_at = 256  # so many, before the dead ones are dropped
         self.numbers = itertools.count(1)
-        self.reserved: set[torch.device] = {
-            torch.device("cpu")
-        }  # devices with low numbers for calls
+        # Devices whose thread leaves the low numbers to calls.
+        self.reserved: set[torch.device] = {torch.device("cpu")}
         self.to_come: dict[int, list[_Key]] = {}  # in each backward pass, the last call last
 
 
@@ -77,6 +76,7 @@ class _Key(NamedTuple):
 
     number: int
     order: int
+    name: str
 
 
 STATE = _State()
@@ -85,7 +85,7 @@ STATE = _State()
 class Order:
     """The calls that meet each other: those of one group over one backend."""
 
-    __slots__ = ("before", "last", "name", "number", "task", "thread")
+    __slots__ = ("before", "name", "number", "task", "thread")
 
     def __init__(self) -> None:
         """None so far."""
@@ -107,7 +107,7 @@ def register(ctx: Any, call: Call, x: Tensor) -> None:
     """Give the node of a differentiable call of ``x`` its place in the order."""
     group, device = call.group, x.device
     ctx.order = order = group.orders.get(device) or _order_of(group, x)
-    ctx.number = number = next(STATE.numbers)
+    ctx.call, ctx.number = call, next(STATE.numbers)
     nodes = STATE.nodes
     nodes.append(ref(ctx))
     thread = get_ident()
@@ -123,8 +123,8 @@ def register(ctx: Any, call: Call, x: Tensor) -> None:
         if nodes[len(nodes) - 2]() is None:
             _forget_dead()
         if len(nodes) == 1:
-            STATE.first = number
-        set_sequence_number(ctx, number - STATE.first)
+            STATE.first = ctx.number
+        set_sequence_number(ctx, ctx.number - STATE.first)
 
 
 def _order_of(group: Group, x: Tensor) -> Order:
@@ -211,23 +211,24 @@ class _Gate(torch.autograd.Function):
         return None, *gradients
 
 
-def check(ctx: Any, call: Call) -> None:
+def check(ctx: Any) -> None:
     """Raise if this backward pass would run a call before a later one of the same group."""
-    task = graph_task()
-    order = ctx.order
+    task, order, number = graph_task(), ctx.order, ctx.number
     if task != order.task:
         order.enter(task)
-    if ctx.number > order.number:
-        _raise(call, ctx, f"{order.name} (call {order.number}), which was made before it")
+    if number > order.number:
+        _raise(ctx, f"after {order.name} (call {order.number}), which was made before it")
+    order.number, order.name = number, ctx.call.name
     if STATE.gated:
         to_come = _to_come(task)
-        later = [
-            key.number for key in to_come if key.number > ctx.number and key.order == id(order)
-        ]
+        later = [key for key in to_come if key.number > number and key.order == id(order)]
         if later:
-            _raise(call, ctx, f"call {later[-1]}, which was made after it", "before")
-        to_come[:] = [key for key in to_come if key.number != ctx.number]
-    order.number, order.name = ctx.number, call.name
+            _raise(
+                ctx, f"before {later[-1].name} (call {later[-1].number}), which was made after it"
+            )
+        own = _Key(number, id(order), ctx.call.name)
+        if own in to_come:
+            to_come.remove(own)
 
 
 def _to_come(task: int) -> list[_Key]:
@@ -237,21 +238,22 @@ def _to_come(task: int) -> list[_Key]:
         nodes = [node for one in STATE.nodes if (node := one()) is not None and will_run(node)]
         # Of those that were not checked because there were no gates yet.
         found = [
-            _Key(node.number, id(node.order))
+            _Key(node.number, id(node.order), node.call.name)
             for node in nodes
             if node.order.task != task or node.number < node.order.number
         ]
-        STATE.to_come[task] = found = sorted(found)
+        found = STATE.to_come.setdefault(task, sorted(found))
         if len(STATE.to_come) > _MOST_TASKS:
             del STATE.to_come[next(iter(STATE.to_come))]
     return found
 
 
-def _raise(call: Call, ctx: Any, other: str, when: str = "after") -> None:
+def _raise(ctx: Any, other: str) -> None:
     if consistency.is_checking():
         return  # the ranks compare their calls
+    call = ctx.call
     error = CollectiveMismatch(
-        f"{call.name}: backward came to {call.name} (call {ctx.number}) {when} {other}.\n"
+        f"{call.name}: backward came to {call.name} (call {ctx.number}) {other}.\n"
         "Autograd's order is not that of the program, because several threads made the graph; "
         "other ranks may run these calls in another order.\n"
         "Make the calls inside a lockstep block."

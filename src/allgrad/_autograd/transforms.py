@@ -221,7 +221,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.pair.call is not None:
-            call_order.check(ctx, ctx.pair.call)
+            call_order.check(ctx)
         return None, None, *apply(ctx.pair.adjoint, gradients)
 
     @staticmethod
@@ -255,7 +255,7 @@ class _Reverse(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         pair = ctx.pair
         if pair.call is not None:
-            call_order.check(ctx, pair.call)
+            call_order.check(ctx)
         return None, None, *apply_adjoint(pair, gradients)
 
 

@@ -137,7 +137,7 @@ class _ContrastiveLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_loss: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.call.size > 1:
-            call_order.check(ctx, ctx.call)
+            call_order.check(ctx)
         with torch.no_grad(), torch.autocast(ctx.device, enabled=False):
             gradients = _gradients(ctx, by_loss)
         if torch.is_grad_enabled():  # create_graph=True
