@@ -1,7 +1,6 @@
 """Backward runs in one order on every rank, whatever threads made the graph and whatever came before."""
 
 import os
-import re
 
 import pytest
 import torch
@@ -51,9 +50,7 @@ def test_what_cannot_be_ordered_raises_on_every_rank():
     assert found[0].startswith("RankRaised")
     assert any(text.startswith("CollectiveMismatch: all_reduce: backward") for text in found[1:])
     for text in found:
-        assert re.search(
-            r"\(call \d+\) after all_reduce \(call \d+\), which was made before it", text
-        )
+        assert "backward came to all_reduce after all_reduce, which was made before it" in text
         assert "lockstep" in text
 
 

@@ -169,6 +169,7 @@ class _Start(torch.autograd.Function):
         return None, None, *_finished(ctx.pending.adjoint, ticket)
 
 
+@call_order.ordered
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -180,7 +181,8 @@ class _Wait(torch.autograd.Function):
         ctx.pending = pending
         results = pending.wait()
         if pending.is_ordered:
-            call_order.register(ctx, pending.pair.call, results[0])
+            ctx.call = pending.pair.call
+            call_order.register(ctx, ctx.call, results[0])
         return token.new_empty(0), *results
 
     @staticmethod
@@ -191,7 +193,7 @@ class _Wait(torch.autograd.Function):
                 "Leave out async_op=True."
             )
         if ctx.pending.is_ordered:
-            call_order.check(ctx)
+            call_order.check(ctx, ctx.call)
         # With create_graph the adjoint is a collective of the chain too, for the next backward.
         chain = ctx.pending.chain if torch.is_grad_enabled() else None
         ctx.pending.adjoint = PendingCall(ctx.pending.pair.adjoint, chain)

@@ -22,9 +22,10 @@ would run before a later one raises, and the other ranks of the group raise too.
 
 from __future__ import annotations
 
+import gc
 import itertools
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
@@ -35,7 +36,9 @@ from allgrad._core.torch_internals import (
     functorch_active,
     graph_task,
     is_view,
+    node_class,
     nodes_made,
+    sequence_number_of,
     set_sequence_number,
     will_run,
 )
@@ -49,7 +52,9 @@ if TYPE_CHECKING:
     from allgrad._wire.calls import Call
     from allgrad._wire.groups import Group
 
-__all__ = ["STATE", "check", "gate", "register"]
+__all__ = ["STATE", "check", "gate", "ordered", "register"]
+
+T = TypeVar("T", bound=type[torch.autograd.Function])
 
 _RESERVED = 2048  # numbers for calls, which no computation should have
 _AT_ONCE = 1 << 63
@@ -62,10 +67,11 @@ class _State:
 
     def __init__(self) -> None:
         self.gated = False
-        self.first = 1  # the number of the oldest of them
-        self.nodes: list[ref[Any]] = []
+        self.nodes: list[ref[Any]] = []  # of calls with a number, in their order
         self.look_at = 256  # so many, before the dead ones are dropped
-        self.numbers = itertools.count(1)
+        self.since = -1  # the backward pass in which gates began
+        self.numbers = itertools.count(1)  # of calls, with gates
+        self.first = 1  # the number of the oldest call
         # Devices whose thread leaves the low numbers to calls.
         self.reserved: set[torch.device] = {torch.device("cpu")}
         self.to_come: dict[int, list[_Key]] = {}  # in each backward pass, the last call last
@@ -88,72 +94,101 @@ class Order:
     __slots__ = ("before", "name", "number", "task", "thread")
 
     def __init__(self) -> None:
-        """None so far."""
+        """No call so far."""
         self.thread = get_ident()  # that made the calls
         self.task = -1  # the backward pass that ran last,
-        self.number, self.name = _ANY, ""  # the call it came to,
-        self.before: dict[int, tuple[int, str]] = {}  # and the same of passes around it
+        self.number, self.name = _ANY, ""  # the node it came to,
+        self.before = -1, _ANY, ""  # and the same of the pass before
 
     def enter(self, task: int) -> None:
         """Go on with another backward pass; one may run inside another."""
-        self.before[self.task] = self.number, self.name
-        self.task = task
-        self.number, self.name = self.before.pop(task, (_ANY, ""))
-        if len(self.before) > _MOST_TASKS:
-            del self.before[next(iter(self.before))]
+        now = self.task, self.number, self.name
+        again = task == self.before[0]
+        self.task, self.number, self.name = self.before if again else (task, _ANY, "")
+        self.before = now
 
 
 def register(ctx: Any, call: Call, x: Tensor) -> None:
     """Give the node of a differentiable call of ``x`` its place in the order."""
-    group, device = call.group, x.device
-    ctx.order = order = group.orders.get(device) or _order_of(group, x)
-    ctx.call, ctx.number = call, next(STATE.numbers)
-    nodes = STATE.nodes
-    nodes.append(ref(ctx))
-    thread = get_ident()
-    if order.thread != thread:
-        order.thread = thread
-        _start_gates()
-    if len(nodes) > STATE.look_at:
-        _forget_dead()
-        STATE.look_at = 2 * len(nodes) + 256
-    if STATE.gated:
-        if device not in STATE.reserved and device in group.orders:
-            _reserve_numbers_on(device)
-        if nodes[len(nodes) - 2]() is None:
-            _forget_dead()
-        if len(nodes) == 1:
-            STATE.first = ctx.number
-        set_sequence_number(ctx, ctx.number - STATE.first)
+    group = call.group
+    if group.thread == get_ident() and x.is_cpu and not STATE.gated:
+        return  # one thread: autograd's own number is its place
+    order = group.orders.get(x.device) or _order_of(group, x)
+    here = get_ident()
+    on_device = x.device in group.orders and not x.is_cpu
+    if not STATE.gated and (on_device or order.thread != here):
+        _start_gates(ctx)
+    if order.thread != here:
+        order.thread = here
+        _reserve_numbers()
+    if not STATE.gated:
+        return
+    if x.device not in STATE.reserved and x.device in group.orders:
+        _reserve_numbers_on(x.device)
+    if STATE.nodes and (STATE.nodes[-1]() is None or len(STATE.nodes) > STATE.look_at):
+        STATE.nodes[:] = map(ref, _alive())
+        STATE.look_at = 2 * len(STATE.nodes) + 256
+    _number(ctx, call, order)
+
+
+def _number(node: Any, call: Call, order: Order) -> None:
+    node.call, node.order, node.number = call, order, next(STATE.numbers)
+    if not STATE.nodes:
+        STATE.first = node.number
+    set_sequence_number(node, node.number - STATE.first)
+    STATE.nodes.append(ref(node))
 
 
 def _order_of(group: Group, x: Tensor) -> Order:
     if x.is_meta or isinstance(x, FakeTensor):
         return Order()  # nothing is sent
-    device = x.device
-    kind = group.backend(device)
-    same = (order for other, order in group.orders.items() if group.backend(other) is kind)
-    group.orders[device] = order = next(same, None) or Order()
-    if device.type != "cpu":
-        _start_gates()
+    kind = group.backend(x.device)
+    same = (order for device, order in group.orders.items() if group.backend(device) is kind)
+    group.orders[x.device] = order = next(same, None) or Order()
+    if x.is_cpu:
+        group.order, group.thread = order, order.thread
     return order
 
 
-def _forget_dead() -> None:
-    STATE.nodes[:] = [found for found in STATE.nodes if found() is not None]
+def _alive() -> list[Any]:
+    return [node for found in STATE.nodes if (node := found()) is not None]
 
 
-def _start_gates() -> None:
-    """From now on calls get a gate; those made before only get their low number."""
+def _start_gates(ctx: Any) -> None:
+    """From this call on calls get a gate; those made before only get their low number."""
     _reserve_numbers()
-    if STATE.gated:
-        return
-    STATE.gated = True
-    _forget_dead()
-    nodes = [node for found in STATE.nodes if (node := found()) is not None]
-    STATE.first = nodes[0].number if nodes else 1
+    task = graph_task()
+    # Kept nowhere before: that would cost every call more than all the rest of this file does.
+    found = [node for node in gc.get_objects() if type(node) in _NODES and node is not ctx]
+    nodes = [node for node in found if _call_of(node)]
+    nodes.sort(key=sequence_number_of)
+    to_come = []
     for node in nodes:
-        set_sequence_number(node, node.number - STATE.first)
+        order = _call_of(node).group.order or Order()
+        if task != -1 and will_run(node):
+            has_run = order.task == task and sequence_number_of(node) >= order.number
+            to_come += [] if has_run else [node]
+        _number(node, _call_of(node), order)
+    STATE.to_come[task] = [_key(node) for node in to_come]
+    STATE.gated, STATE.since = True, task
+
+
+_NODES: set[type] = set()
+
+
+def ordered(function: T) -> T:
+    """Mark an autograd.Function whose nodes are registered; ctx has the pair, or the call."""
+    _NODES.add(node_class(function))
+    return function
+
+
+def _call_of(node: Any) -> Any:
+    pair = getattr(node, "pair", None)
+    return getattr(node, "call", None) if pair is None else pair.call
+
+
+def _key(node: Any) -> _Key:
+    return _Key(node.number, id(node.order), node.call.name)
 
 
 def _reserve_numbers() -> None:
@@ -211,49 +246,51 @@ class _Gate(torch.autograd.Function):
         return None, *gradients
 
 
-def check(ctx: Any) -> None:
+def check(ctx: Any, call: Call) -> None:
     """Raise if this backward pass would run a call before a later one of the same group."""
-    task, order, number = graph_task(), ctx.order, ctx.number
+    task, order = graph_task(), call.group.order
+    if STATE.gated:
+        _check_with_gates(ctx, task)
+        return
+    if order is None:
+        return  # tensors without memory: nothing is sent
+    number = sequence_number_of(ctx)
     if task != order.task:
         order.enter(task)
     if number > order.number:
-        _raise(ctx, f"after {order.name} (call {order.number}), which was made before it")
-    order.number, order.name = number, ctx.call.name
-    if STATE.gated:
-        to_come = _to_come(task)
-        later = [key for key in to_come if key.number > number and key.order == id(order)]
-        if later:
-            _raise(
-                ctx, f"before {later[-1].name} (call {later[-1].number}), which was made after it"
-            )
-        own = _Key(number, id(order), ctx.call.name)
-        if own in to_come:
-            to_come.remove(own)
+        _raise(call, f"after {order.name}, which was made before it")
+    order.number, order.name = number, call.name
+
+
+def _check_with_gates(ctx: Any, task: int) -> None:
+    if not hasattr(ctx, "number"):
+        return  # made inside torch.func before there were gates
+    to_come, own = _to_come(task), _key(ctx)
+    later = [key for key in to_come if key.number > own.number and key.order == own.order]
+    if later:
+        _raise(ctx.call, f"before {later[-1].name}, which was made after it")
+    if own in to_come:
+        to_come.remove(own)
 
 
 def _to_come(task: int) -> list[_Key]:
     """The calls that this backward pass has not run yet, the last one last."""
     found = STATE.to_come.get(task)
     if found is None:
-        nodes = [node for one in STATE.nodes if (node := one()) is not None and will_run(node)]
-        # Of those that were not checked because there were no gates yet.
-        found = [
-            _Key(node.number, id(node.order), node.call.name)
-            for node in nodes
-            if node.order.task != task or node.number < node.order.number
-        ]
-        found = STATE.to_come.setdefault(task, sorted(found))
+        # A pass around the one in which gates began: what it has run already is not known.
+        known = task > STATE.since
+        nodes = [node for node in _alive() if known and will_run(node)]
+        found = STATE.to_come.setdefault(task, sorted(map(_key, nodes)))
         if len(STATE.to_come) > _MOST_TASKS:
             del STATE.to_come[next(iter(STATE.to_come))]
     return found
 
 
-def _raise(ctx: Any, other: str) -> None:
+def _raise(call: Call, other: str) -> None:
     if consistency.is_checking():
         return  # the ranks compare their calls
-    call = ctx.call
     error = CollectiveMismatch(
-        f"{call.name}: backward came to {call.name} (call {ctx.number}) {other}.\n"
+        f"{call.name}: backward came to {call.name} {other}.\n"
         "Autograd's order is not that of the program, because several threads made the graph; "
         "other ranks may run these calls in another order.\n"
         "Make the calls inside a lockstep block."

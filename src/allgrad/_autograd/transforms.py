@@ -221,7 +221,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.pair.call is not None:
-            call_order.check(ctx)
+            call_order.check(ctx, ctx.pair.call)
         return None, None, *apply(ctx.pair.adjoint, gradients)
 
     @staticmethod
@@ -239,6 +239,7 @@ class _Apply(torch.autograd.Function):
         return apply(ctx.pair, tangents)
 
 
+@call_order.ordered
 class _Reverse(torch.autograd.Function):
     """The pair with a backward only. Of a function with ``setup_context`` torch reads the signature
     in every call, which takes longer than a small call does.
@@ -255,7 +256,7 @@ class _Reverse(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         pair = ctx.pair
         if pair.call is not None:
-            call_order.check(ctx)
+            call_order.check(ctx, pair.call)
         return None, None, *apply_adjoint(pair, gradients)
 
 

@@ -53,10 +53,12 @@ __all__ = [
     "is_view",
     "is_zero_tensor",
     "lengths_differ",
+    "node_class",
     "nodes_made",
     "process_group_named",
     "rebatch",
     "sequence_number",
+    "sequence_number_of",
     "set_sequence_number",
     "traced_frames",
     "transform_names",
@@ -152,6 +154,17 @@ graph_task = torch._C._current_graph_task_id
 nodes_made = torch._C._autograd._get_sequence_nr
 will_run = torch._C._will_engine_execute_node
 is_view = torch.Tensor._is_view
+
+
+def node_class(function: type[torch.autograd.Function]) -> type:
+    """The class of the nodes of an autograd.Function."""
+    found: type = function._backward_cls  # type: ignore[attr-defined]
+    return found
+
+
+def sequence_number_of(node: Any) -> int:
+    """The number of a node among those of its thread."""
+    return node._sequence_nr()  # type: ignore[no-any-return]
 
 
 def set_sequence_number(node: Any, number: int) -> None:

@@ -46,7 +46,8 @@ class Group:
 
     __slots__ = (
         *("__weakref__", "_device_types", "_ref"),
-        *("backends", "calls", "orders", "rank", "registered", "size"),
+        *("backends", "calls", "order", "orders", "rank", "registered", "size"),
+        "thread",
     )
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
@@ -56,6 +57,8 @@ class Group:
         self.backends: dict[torch.device, Backend] = {}  # those asked for so far
         self.calls = 0  # on the wire, so far
         self.orders: dict[torch.device, Any] = {}  # how calls go backward (call_order)
+        self.order: Any = None  # the one of tensors on the host,
+        self.thread = 0  # and the thread that made its calls
         self.registered = False  # whether the store knows this process (diagnosis.register)
         self.rank: int = 0 if process_group is None else process_group.rank()
         self.size: int = 1 if process_group is None else process_group.size()

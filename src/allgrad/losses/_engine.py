@@ -108,6 +108,7 @@ def contrastive_loss(
     return loss
 
 
+@call_order.ordered
 class _ContrastiveLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917
@@ -137,7 +138,7 @@ class _ContrastiveLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_loss: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.call.size > 1:
-            call_order.check(ctx)
+            call_order.check(ctx, ctx.call)
         with torch.no_grad(), torch.autocast(ctx.device, enabled=False):
             gradients = _gradients(ctx, by_loss)
         if torch.is_grad_enabled():  # create_graph=True
