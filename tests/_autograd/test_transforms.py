@@ -1,5 +1,7 @@
 """What surrounds a call: autocast, and gradients that torch hands on without memory."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -46,3 +48,28 @@ def test_backward_of_a_tangent_gets_zeros_without_memory(rank, name):
         y = CALLS[name](forward_ad.make_dual(x, random((4, 3), 7 + rank))) * 3.0
         forward_ad.unpack_dual(y).tangent.sum().backward()
     same(x.grad, torch.zeros(4, 3, dtype=torch.float64), "the gradient")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("tied", [False, True], ids=["plain", "lockstep"])
+def test_batched_gradients(rank, world, tied):
+    """is_grads_batched=True: one message for the batch, and what one gradient at a time gives."""
+    x, batch = leaf(random((3,), rank)), random((4, 3), 9 + rank)
+
+    def run():
+        first, second = ag.all_gather([x.sin(), x[: rank + 1] * 2])
+        return first.view(world, 3).sum(0) + ag.all_reduce(x.cos(), "mean") * second.sum()
+
+    with ag.lockstep() if tied else contextlib.nullcontext():
+        y = run()
+    (got,) = torch.autograd.grad(y, x, batch, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(y, x, one, retain_graph=True)[0] for one in batch]
+    same(got, torch.stack(each), "the gradients")
+
+
+@pytest.mark.ranks(2)
+def test_batched_gradients_of_an_async_call_are_refused(rank):
+    x = leaf(random((3,), rank))
+    y = ag.all_reduce(x, async_op=True).wait()
+    with pytest.raises(ag.errors.ModeError, match="is_grads_batched"):
+        torch.autograd.grad(y, x, y.new_ones(2, 3), is_grads_batched=True)

@@ -36,13 +36,10 @@ def checkpoint_that_saves_on_one_rank():
     return x.grad
 
 
-@pytest.mark.xfail(
-    strict=True, reason="torch recomputes a block only on ranks that saved something"
-)
 @pytest.mark.timeout(60)
 def test_checkpoint_that_saves_on_one_rank():
-    """Only dst saves tensors for backward, so only dst calls the collective again."""
-    found = run_ranks(checkpoint_that_saves_on_one_rank, 3, timeout=6)
+    """Only dst has pieces to save for backward; all ranks must call the collective again."""
+    found = run_ranks(checkpoint_that_saves_on_one_rank, 3, timeout=20)
     assert [g.tolist() for g in found] == [[0.5, 0.5]] * 3
 
 

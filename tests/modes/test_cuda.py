@@ -1,10 +1,13 @@
 """The same on CUDA tensors: Gloo with two ranks on one GPU, NCCL in a world of one."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import allgrad as ag
+import orders
 from allgrad._wire import algorithms, eager
 from allgrad._wire import primitives as wire
 from allgrad._wire.groups import Backend
@@ -62,6 +65,35 @@ def test_gloo_compiled(rank, world):
     got.square().sum().backward()
     want.square().sum().backward()
     same(x.grad, y.grad, "the gradient")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.ranks(2, timeout=280)
+def test_gloo_one_order_of_second_derivatives(rank, world):
+    """Autograd's own thread records them; each rank has made another number of nodes before."""
+    for seed in range(200 if os.environ.get("ALLGRAD_ALL") else 20):
+        got = orders.on_rank(seed, rank, orders.Threads(), ("main",), "cuda")
+        for g, want in zip(got, orders.in_one_process(seed, world, ("main",))[rank], strict=True):
+            same(g, want, f"the gradient of seed {seed}")
+
+
+@pytest.mark.ranks(2)
+def test_gloo_gradient_penalty_beside_another_call(rank, world):
+    """The inner gradient has no collective: its graph is recorded where allgrad does not see it."""
+    if rank:
+        orders.make_nodes(3000)
+
+    def penalised(early, late):
+        (g,) = torch.autograd.grad((late**3).sum(), late, create_graph=True)
+        return (early.sin() * (rank + 1)).sum() + g.square().sum()
+
+    x = random((3,), rank).cuda().requires_grad_()
+    penalised(ag.all_reduce(x.sin()), ag.all_reduce(x.cos())).backward()
+    leaves = [leaf(random((3,), r)) for r in range(world)]
+    early, late = (sum(f(t) for t in leaves) for f in (torch.sin, torch.cos))
+    each = sum((early.sin() * (r + 1)).sum() for r in range(world))
+    total = each + world * (9 * late**4).sum()
+    same(x.grad.cpu(), grads(total, leaves)[rank], "the gradient")
 
 
 def everything(x):

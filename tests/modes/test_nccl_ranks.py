@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import allgrad as ag
+import orders
 import reference
 from allgrad.testing import run_ranks
 from exactness import random
@@ -98,3 +99,19 @@ def test_scatter_needs_no_tensor_off_src(world):
     found = run_ranks(scatter_from_none, world, backend="nccl", timeout=100)
     assert torch.equal(torch.cat([y for y, _ in found]), random((5, 2), 9))
     assert torch.equal(found[1][1], torch.ones(5, 2, dtype=torch.float64))
+
+
+def in_one_order(seeds):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for seed in seeds:
+        got = orders.on_rank(seed, rank, orders.Threads(), ("main",), "cuda")
+        want = orders.in_one_process(seed, world, ("main",))[rank]
+        torch.testing.assert_close(got, list(want), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("world", [2, 4])
+def test_one_order_of_second_derivatives(world):
+    """Autograd's own thread records them; each rank has made another number of nodes before."""
+    seeds = range(200 if os.environ.get("ALLGRAD_ALL") else 10)
+    run_ranks(in_one_order, world, seeds, backend="nccl", timeout=380)

@@ -1,5 +1,6 @@
 """Compiled and eager calls send the same messages; tracing sends none; safety tools hold in graphs."""
 
+import os
 import time
 
 import pytest
@@ -46,7 +47,7 @@ def in_one_process(pieces):
     return torch.autograd.grad(loss, pieces)
 
 
-STEPS = 30
+STEPS = 100 if os.environ.get("ALLGRAD_ALL") else 30
 
 
 @pytest.mark.timeout(400)
@@ -297,3 +298,25 @@ def test_blocks_inside_a_compiled_function(rank):
         same(compiled(run, fullgraph=False)(torch.ones(2)), torch.full((2,), 2.0), "the value")
         with pytest.raises(torch._dynamo.exc.Unsupported, match="cannot be compiled"):
             compiled(run)(torch.ones(2))
+
+
+@pytest.mark.ranks(2)
+def test_second_derivative_of_a_compiled_function(rank, world):
+    """create_graph=True is refused by torch; torch.func.grad inside the compiled function is exact."""
+
+    def run(x):
+        return ag.all_reduce(x.sin()).square().sum()
+
+    def penalty(x):
+        return func.grad(run)(x).square().sum()
+
+    x = leaf(random((3,), rank))
+    (g,) = torch.autograd.grad(compiled(run)(x), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        g.sum().backward()
+    compiled(penalty)(x).backward()
+    leaves = [leaf(random((3,), r)) for r in range(world)]
+    total = world * sum(t.sin() for t in leaves).square().sum()
+    first = torch.autograd.grad(total, leaves, create_graph=True)
+    want = torch.autograd.grad(sum(t.square().sum() for t in first), leaves)
+    same(x.grad, want[rank], "the gradient of the penalty")

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from allgrad._autograd import backward_order, transforms
+from allgrad._autograd import backward_order, call_order, transforms
 from allgrad._core import call_queue
+from allgrad._core.torch_internals import is_batched_gradient
+from allgrad.errors import ModeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,6 +77,7 @@ class PendingCall:
         """A call that has not started; in lockstep it is tied to ``chain``."""
         self.pair, self.chain = pair, chain
         self.adjoint: PendingCall | None = None
+        self.is_ordered = False  # by call_order, when it goes backward
         self._future: Future[tuple[Tensor, ...]] | None = None
 
     def start(self, xs: Sequence[Tensor]) -> None:
@@ -123,8 +126,10 @@ def _finished(pending: PendingCall, ticket: Tensor) -> tuple[Tensor, ...]:
     """The node that waits for a call, tied to the chain in lockstep."""
     if pending.chain is not None:
         return pending.chain.append(lambda token: _Wait.apply(pending, token, ticket))  # type: ignore[no-untyped-call]
+    pending.is_ordered = pending.pair.call is not None and torch.is_grad_enabled()
     _, *results = _Wait.apply(pending, transforms.ANCHOR, ticket)  # type: ignore[no-untyped-call]
-    return tuple(results)
+    gated = pending.is_ordered and call_order.STATE.gated
+    return call_order.gate(tuple(results)) if gated else tuple(results)
 
 
 _THREAD = threading.local()
@@ -164,6 +169,7 @@ class _Start(torch.autograd.Function):
         return None, None, *_finished(ctx.pending.adjoint, ticket)
 
 
+@call_order.ordered
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -173,10 +179,21 @@ class _Wait(torch.autograd.Function):
         ticket: Tensor,  # noqa: ARG004
     ) -> tuple[Tensor, ...]:
         ctx.pending = pending
-        return token.new_empty(0), *pending.wait()
+        results = pending.wait()
+        if pending.is_ordered:
+            ctx.call = pending.pair.call
+            call_order.register(ctx, ctx.call, results[0])
+        return token.new_empty(0), *results
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if any(map(is_batched_gradient, gradients)):
+            raise ModeError(
+                f"{ctx.pending.pair.adjoint_name}: is_grads_batched=True is not there for async calls.\n"
+                "Leave out async_op=True."
+            )
+        if ctx.pending.is_ordered:
+            call_order.check(ctx, ctx.call)
         # With create_graph the adjoint is a collective of the chain too, for the next backward.
         chain = ctx.pending.chain if torch.is_grad_enabled() else None
         ctx.pending.adjoint = PendingCall(ctx.pending.pair.adjoint, chain)

@@ -122,7 +122,7 @@ class _InOrder(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, token: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
-            return None, None, token, *transforms.apply(ctx.pair.adjoint, gradients)
+            return None, None, token, *transforms.apply_adjoint(ctx.pair, gradients)
         # With create_graph the adjoints are collectives of the chain too, for the next backward.
         with ctx.chain.recording():
-            return None, None, token, *transforms.apply(ctx.pair.adjoint, gradients)
+            return None, None, token, *transforms.apply_adjoint(ctx.pair, gradients)

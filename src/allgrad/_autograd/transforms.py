@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
+from allgrad._autograd import call_order
 from allgrad._core.torch_internals import (
     FakeTensor,
     VmapInterpreter,
@@ -26,7 +27,10 @@ from allgrad._core.torch_internals import (
     dual_level,
     functorch_active,
     inside_jvp,
+    is_batched_gradient,
+    rebatch,
     transform_names,
+    unbatch,
     unwrap_if_dead,
     wrap_for_grad,
 )
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ANCHOR",
     "apply",
+    "apply_adjoint",
     "has_only_shape",
     "is_plain_autograd",
     "mode_anchor",
@@ -79,8 +84,17 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
         return _run(_Apply, pair, xs)
     if torch.is_grad_enabled():
         results: tuple[Tensor, ...] = _reverse(pair, ANCHOR, *map(unwrap_if_dead, xs))  # type: ignore[no-untyped-call]
-        return results
+        gated = call_order.STATE.gated and pair.call is not None
+        return call_order.gate(results) if gated else results
     return _plain(pair, xs)
+
+
+def apply_adjoint(pair: AdjointPair, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The same for the pair's adjoint, in backward."""
+    for g in gradients:
+        if is_batched_gradient(g):
+            return rebatch(apply(pair.adjoint, unbatch(gradients)))
+    return apply(pair.adjoint, gradients)
 
 
 _order: Callable[[AdjointPair, Sequence[Tensor]], tuple[Tensor, ...] | None] | None = None
@@ -201,10 +215,14 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004
-        ctx.pair = inputs[0]
+        ctx.pair = pair = inputs[0]
+        if pair.call is not None:
+            call_order.register(ctx, pair.call, inputs[2])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.pair.call is not None:
+            call_order.check(ctx, ctx.pair.call)
         return None, None, *apply(ctx.pair.adjoint, gradients)
 
     @staticmethod
@@ -222,6 +240,7 @@ class _Apply(torch.autograd.Function):
         return apply(ctx.pair, tangents)
 
 
+@call_order.ordered
 class _Reverse(torch.autograd.Function):
     """The pair with a backward only. Of a function with ``setup_context`` torch reads the signature
     in every call, which takes longer than a small call does.
@@ -230,11 +249,16 @@ class _Reverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pair: AdjointPair, anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
         ctx.pair = pair
+        if pair.call is not None:
+            call_order.register(ctx, pair.call, xs[0])
         return run_map(pair, xs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *apply(ctx.pair.adjoint, gradients)
+        pair = ctx.pair
+        if pair.call is not None:
+            call_order.check(ctx, pair.call)
+        return None, None, *apply_adjoint(pair, gradients)
 
 
 # The same as _Reverse.apply outside of torch.func, less what that one does in Python.

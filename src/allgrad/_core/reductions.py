@@ -106,3 +106,16 @@ def find(op: str, reduction: object, dtype: torch.dtype) -> Reduction:
         )
     found.check(op, dtype)
     return found
+
+
+def sum_of_no_rows(x: Tensor) -> Tensor:
+    """Zeros in the shape of a row of ``x``, which has none; they stay in the graph, for backward
+    needs every rank.
+
+    The factor is saved for backward: torch's checkpoint calls a block again only on ranks that saved
+    something in it, and the others have saved their pieces (test_checkpoint_that_saves_on_one_rank).
+    """
+    if x.dtype == torch.bool:
+        return x.any(0)
+    zeros = x.sum(0, dtype=x.dtype)
+    return zeros * zeros.new_ones(()) if zeros.is_floating_point() or zeros.is_complex() else zeros

@@ -50,16 +50,26 @@ __all__ = [
     "functional_collectives",
     "functorch_active",
     "graph_internals",
+    "graph_task",
     "in_backward_pass",
     "inside_jvp",
+    "is_batched_gradient",
+    "is_view",
     "is_zero_tensor",
     "lengths_differ",
+    "node_class",
+    "nodes_made",
     "process_group_named",
+    "rebatch",
     "sequence_number",
+    "sequence_number_of",
+    "set_sequence_number",
     "traced_frames",
     "transform_names",
+    "unbatch",
     "unflatten_dense",
     "unwrap_if_dead",
+    "will_run",
     "wrap_for_grad",
 ]
 
@@ -76,6 +86,32 @@ add_batch_dim = torch._C._functorch._add_batch_dim
 wrap_for_grad = torch._C._functorch._wrap_for_grad
 # A tensor that outlived its transform; without it such a tensor raises inside an autograd.Function.
 unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+
+
+# What autograd.grad(is_grads_batched=True) hands to a backward: tensors of vmap's first version.
+# Without them: that raises.
+is_batched_gradient = torch._C._functorch.is_legacy_batchedtensor
+
+
+def unbatch(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Batched gradients with their batch as the last dimension, copies where one has none."""
+    level, size = _batch_level(), 1
+    for g in gradients:
+        if is_batched_gradient(g):
+            size = torch._remove_batch_dim(g, level, 1, 0).shape[0]
+    return [torch._remove_batch_dim(g, level, size, 0).movedim(0, -1) for g in gradients]
+
+
+def rebatch(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The way back."""
+    level = _batch_level()
+    return [torch._add_batch_dim(g, g.dim() - 1, level) for g in gradients]
+
+
+def _batch_level() -> int:
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return level
 
 
 # The level of ``forward_ad.dual_level``; -1 outside. Read in every call, hence no function of ours.
@@ -111,17 +147,37 @@ transform_names = constant_in_graphs(transform_names)
 below_view_tracking = torch._C._AutoDispatchBelowADInplaceOrView
 
 
-_graph_task = torch._C._current_graph_task_id
-
-
 def in_backward_pass() -> bool:
     """Tell whether this thread runs a backward pass. Without it: checked mode cannot tell."""
-    return bool(_graph_task() != -1)
+    return bool(graph_task() != -1)
 
 
 # Whether autocast is on for some device. Without it: torch.is_autocast_enabled(device type), which takes
 # as long as a twentieth of a small call.
 any_autocast = torch._C._is_any_autocast_enabled
+# The backward pass that this thread runs, the nodes that this thread has made, and whether a node
+# belongs to the pass. Without them: the order of backward is not checked (call_order).
+graph_task = torch._C._current_graph_task_id
+nodes_made = torch._C._autograd._get_sequence_nr
+will_run = torch._C._will_engine_execute_node
+is_view = torch.Tensor._is_view
+
+
+def node_class(function: type[torch.autograd.Function]) -> type:
+    """The class of the nodes of an autograd.Function."""
+    found: type = function._backward_cls  # type: ignore[attr-defined]
+    return found
+
+
+def sequence_number_of(node: Any) -> int:
+    """The number of a node among those of its thread."""
+    return node._sequence_nr()  # type: ignore[no-any-return]
+
+
+def set_sequence_number(node: Any, number: int) -> None:
+    """Of the nodes that are ready, autograd runs the one with the highest number."""
+    node._set_sequence_nr(number)
+
 
 # A tensor of zeros without memory, which forward mode hands on; nothing can be sent of it.
 is_zero_tensor = torch.Tensor._is_zerotensor

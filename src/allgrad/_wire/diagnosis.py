@@ -18,11 +18,21 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from allgrad._wire.calls import describe_shapes
 from allgrad._wire.groups import world_rank, world_store
-from allgrad.errors import AllgradError, RankLate, RankLost, RankRaised, rank_table
+from allgrad.errors import (
+    AllgradError,
+    CollectiveMismatch,
+    RankLate,
+    RankLost,
+    RankRaised,
+    rank_table,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import Tensor
 
     from allgrad._wire.calls import Call
 
@@ -110,15 +120,22 @@ def raised_on(call: Call, rank: int, text: str) -> RankRaised:
     )
 
 
-def explain(call: Call, error: RuntimeError, waited: float, limit: float | None) -> Exception:
-    """Turn a backend's error about a silent or lost peer into one that names the rank."""
+def explain(
+    call: Call, error: RuntimeError, waited: float, limit: float | None, alike: Tensor | None = None
+) -> Exception:
+    """Turn a backend's error about a silent or lost peer into one that names the rank.
+
+    ``alike`` has one shape and dtype on every rank, if all is well.
+    """
     text = str(error).lower()
     late = "timed out" in text or "timeout" in text
     lost = any(sign in text for sign in ("connection", "broken pipe", "socket", "read error"))
     if not late and not lost:
         return error
     try:
-        return _call_roll(call, _GAVE_UP if late else _CUT_OFF, waited, limit)
+        trouble = _GAVE_UP if late else _CUT_OFF
+        brought = call.name if alike is None else f"{call.name} of {describe_shapes([alike])}"
+        return _call_roll(call, trouble, waited, limit, brought)
     except AllgradError as published:
         return published
     except RuntimeError:
@@ -130,9 +147,11 @@ def explain(call: Call, error: RuntimeError, waited: float, limit: float | None)
         )
 
 
-def _call_roll(call: Call, trouble: str, waited: float, limit: float | None) -> Exception:
+def _call_roll(
+    call: Call, trouble: str, waited: float, limit: float | None, brought: str
+) -> Exception:
     store = call.group.process_group.get_group_store()
-    store.set(f"allgrad/roll/{call.rank}", f"{waited:.3f} {trouble}")
+    store.set(f"allgrad/roll/{call.rank}", f"{waited:.3f} {trouble} in {brought}")
     until = time.monotonic() + _ROLL_CALL_SECONDS
     while True:
         raise_published(call)
@@ -144,19 +163,23 @@ def _call_roll(call: Call, trouble: str, waited: float, limit: float | None) -> 
         if time.monotonic() > until:
             break
         time.sleep(0.02)
-    longest = max(seconds for seconds, _ in present.values())
-    somebody_gave_up = any(trouble == _GAVE_UP for _, trouble in present.values())
+    longest = max(seconds for seconds, *_ in present.values())
+    somebody_gave_up = any(trouble == _GAVE_UP for _, trouble, _ in present.values())
     rows, marks = [], {}
     for rank in range(call.size):
         if rank not in present:
             rows.append(_about(call, store, rank))
             marks[rank] = "not here"
             continue
-        seconds, trouble = present[rank]
-        rows.append(f"{trouble} after {seconds:.1f} s")
+        seconds, trouble, brought = present[rank]
+        rows.append(f"{trouble} after {seconds:.1f} s in {brought}")
         if somebody_gave_up and trouble == _CUT_OFF and seconds < longest / 2:
             marks[rank] = "came after others had given up"
     gone = [rank for rank in marks if "is gone" in rows[rank]]
+    if not marks and somebody_gave_up and len({brought for *_, brought in present.values()}) > 1:
+        rule = f"{call.name}: the ranks waited for each other in different calls, or with other shapes."
+        advice = "Give every rank the same calls and shapes; checked() names the lines."
+        return CollectiveMismatch(rank_table(rule, rows, {}, advice))
     if gone or not somebody_gave_up:
         kind: type[AllgradError] = RankLost
         what = f"{_ranks(gone or list(marks))} lost" if marks else "a connection was lost"
@@ -172,14 +195,15 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
 
 
-def _present(call: Call, store: Any) -> dict[int, tuple[float, str]]:
-    """The ranks that answered the roll call: how long they waited, and how that ended."""
+def _present(call: Call, store: Any) -> dict[int, tuple[float, str, str]]:
+    """The ranks that answered the roll call: how long they waited, how that ended, and in what."""
     found = {}
     for rank in range(call.size):
         key = f"allgrad/roll/{rank}"
         if store.check([key]):
-            seconds, _, trouble = store.get(key).decode("utf-8", errors="replace").partition(" ")
-            found[rank] = (float(seconds), trouble)
+            seconds, _, text = store.get(key).decode("utf-8", errors="replace").partition(" ")
+            trouble, _, brought = text.partition(" in ")
+            found[rank] = (float(seconds), trouble, brought)
     return found
 
 

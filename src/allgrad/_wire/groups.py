@@ -51,14 +51,8 @@ class Group:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_device_types",
-        "_name",
-        "_ref",
-        "backends",
-        "rank",
-        "registered",
-        "size",
+        *("__weakref__", "_device_types", "_name", "_ref"),
+        *("backends", "calls", "order", "orders", "rank", "registered", "size", "thread"),
     )
 
     def __init__(
@@ -72,6 +66,10 @@ class Group:
         self._ref, self._name = ref, name
         self._device_types: list[str] | None = None
         self.backends: dict[torch.device, Backend] = {}  # those asked for so far
+        self.calls = 0  # on the wire, so far
+        self.orders: dict[torch.device, Any] = {}  # how calls go backward (call_order)
+        self.order: Any = None  # the one of tensors on the host,
+        self.thread = 0  # and the thread that made its calls
         self.registered = False  # whether the store knows this process (diagnosis.register)
         self.rank, self.size = rank, size
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from allgrad._core.partition import even
-from allgrad._wire import deadline, diagnosis
+from allgrad._wire import deadline, diagnosis, watchdog
+from allgrad._wire.codec import DTYPES
 from allgrad.errors import RankRaised
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ __all__ = [
 # in flight at once as fit into IN_FLIGHT.
 CHUNK, IN_FLIGHT = 2 << 20, 8 << 20
 ROOT = 0
-_TAG = 0xA116  # not the tag of messages that the caller may be sending meanwhile
+_TAG = 1 << 30  # not the tag of messages that the caller may be sending meanwhile
+_DTYPES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 # ---- star ------------------------------------------------------------------------------------
@@ -63,16 +65,16 @@ _TAG = 0xA116  # not the tag of messages that the caller may be sending meanwhil
 def star_all_reduce(call: Call, x: Tensor, scratch: bool = False) -> Tensor:  # noqa: ARG001
     """Sum over ranks, on every rank, added up on the root."""
     if call.rank != ROOT:
-        return _exchange_with_root(call, x, torch.empty_like(x))
+        return _exchange_with_root(call, x, x, torch.empty_like(x))
     if call.size == 2:
         # While both ranks send at once, Gloo's thread spins on the connection that the caller
         # uses. One after the other they take half of the processor time, and no longer.
         total = torch.empty_like(x)
-        _wait(call, _start(call, (), [(total, 1)]))
+        _wait(call, x, _start(call, (), [(total, 1)]))
         torch.add(x, total, out=total)
     else:
         total = _recv_stacked(call, x).sum(0, dtype=x.dtype)
-    _send_all(call, [total] * call.size)
+    _send_all(call, x, [total] * call.size)
     return total
 
 
@@ -80,18 +82,18 @@ def star_all_gather(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
     """Every rank's block, in rank order, on every rank."""
     out = x.new_empty((sum(counts), *x.shape[1:]))
     if call.rank != ROOT:
-        return _exchange_with_root(call, x, out)
-    _recv_all(call, x, out.split(counts))
-    _send_all(call, [out] * call.size)
+        return _exchange_with_root(call, out, x, out)
+    _recv_all(call, out, x, out.split(counts))
+    _send_all(call, out, [out] * call.size)
     return out
 
 
 def star_reduce_scatter(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
     """Block ``r`` of the sum over ranks, on rank ``r``."""
     if call.rank != ROOT:
-        return _exchange_with_root(call, x, x.new_empty((counts[call.rank], *x.shape[1:])))
+        return _exchange_with_root(call, x, x, x.new_empty((counts[call.rank], *x.shape[1:])))
     blocks: Sequence[Tensor] = _recv_stacked(call, x).sum(0, dtype=x.dtype).split(counts)
-    _send_all(call, blocks)
+    _send_all(call, x, blocks)
     return blocks[ROOT].clone()  # a view would keep the whole sum alive
 
 
@@ -99,36 +101,36 @@ def star_all_to_all(call: Call, x: Tensor, *_: object) -> Tensor:
     """Equal block ``r`` to rank ``r``, transposed on the root."""
     out = torch.empty_like(x)
     if call.rank != ROOT:
-        return _exchange_with_root(call, x, out)
+        return _exchange_with_root(call, x, x, out)
     blocks = _recv_stacked(call, x).view(call.size, call.size, x.numel() // call.size)
     parts = blocks.transpose(0, 1).contiguous().view(call.size, *x.shape).unbind()
-    _send_all(call, parts)
+    _send_all(call, x, parts)
     return out.copy_(parts[ROOT])
 
 
-def _exchange_with_root(call: Call, x: Tensor, out: Tensor) -> Tensor:
+def _exchange_with_root(call: Call, alike: Tensor, x: Tensor, out: Tensor) -> Tensor:
     """Send ``x`` to the root, and receive this rank's part of the result into ``out``."""
-    _wait(call, _start(call, [(x, ROOT)], [(out, ROOT)]))
+    _wait(call, alike, _start(call, [(x, ROOT)], [(out, ROOT)]))
     return out
 
 
 def _recv_stacked(call: Call, x: Tensor) -> Tensor:
     """On the root: every rank's piece, stacked."""
     pieces = x.new_empty((call.size, *x.shape))
-    _recv_all(call, x, pieces.unbind())
+    _recv_all(call, x, x, pieces.unbind())
     return pieces
 
 
-def _recv_all(call: Call, x: Tensor, into: Sequence[Tensor]) -> None:
+def _recv_all(call: Call, alike: Tensor, x: Tensor, into: Sequence[Tensor]) -> None:
     """On the root: receive every rank's piece, its own included."""
     works = _start(call, (), [(into[rank], rank) for rank in range(1, call.size)])
     into[ROOT].copy_(x)
-    _wait(call, works)
+    _wait(call, alike, works)
 
 
-def _send_all(call: Call, parts: Sequence[Tensor]) -> None:
+def _send_all(call: Call, alike: Tensor, parts: Sequence[Tensor]) -> None:
     """On the root: send every rank its part."""
-    _wait(call, _start(call, [(parts[rank], rank) for rank in range(1, call.size)], ()))
+    _wait(call, alike, _start(call, [(parts[rank], rank) for rank in range(1, call.size)], ()))
 
 
 # ---- pairwise --------------------------------------------------------------------------------
@@ -137,7 +139,7 @@ def _send_all(call: Call, parts: Sequence[Tensor]) -> None:
 def pairwise_all_gather(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
     """Every rank's block, in rank order, sent to every rank at once."""
     out = x.new_empty((sum(counts), *x.shape[1:]))
-    _exchange_all(call, [x] * call.size, out.split(counts))
+    _exchange_all(call, out, [x] * call.size, out.split(counts))
     return out
 
 
@@ -145,7 +147,7 @@ def pairwise_all_to_all(call: Call, x: Tensor, *_: object) -> Tensor:
     """Equal block ``r`` to rank ``r``, all at once."""
     out = torch.empty_like(x)
     by_rank = call.size, x.numel() // call.size
-    _exchange_all(call, x.view(by_rank).unbind(), out.view(by_rank).unbind())
+    _exchange_all(call, x, x.view(by_rank).unbind(), out.view(by_rank).unbind())
     return out
 
 
@@ -159,25 +161,27 @@ def pairwise_in_turns(call: Call, x: Tensor, *_: object) -> Tensor:
     from_below = _start(call, (), [(blocks[rank], rank) for rank in below])
     sends = _start(call, [(pieces[rank], rank) for rank in below], ())
     blocks[call.rank].copy_(pieces[call.rank])
-    _wait(call, from_above)
+    _wait(call, x, from_above)
     sends = [*sends, *_start(call, [(pieces[rank], rank) for rank in above], ())]
-    _wait(call, [*from_below, *sends])
+    _wait(call, x, [*from_below, *sends])
     return out
 
 
 def pairwise_reduce_scatter(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
     """Block ``r`` of ``x`` to rank ``r``, which adds what it receives."""
-    return _reduce_own_block(call, dict(enumerate(x.split(counts))))
+    return _reduce_own_block(call, x, dict(enumerate(x.split(counts))))
 
 
-def _exchange_all(call: Call, pieces: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
+def _exchange_all(
+    call: Call, alike: Tensor, pieces: Sequence[Tensor], blocks: Sequence[Tensor]
+) -> None:
     """Send every rank its piece, and receive a block from each; the own one is copied."""
     after, before = _around(range(call.size), call.rank)
     works = _start(
         call, [(pieces[to], to) for to in after], [(blocks[source], source) for source in before]
     )
     blocks[call.rank].copy_(pieces[call.rank])
-    _wait(call, works)
+    _wait(call, alike, works)
 
 
 # ---- linear ----------------------------------------------------------------------------------
@@ -187,21 +191,21 @@ def linear_broadcast(call: Call, x: Tensor, src: int) -> Tensor:
     """What ``src`` holds, sent by it to every rank at once."""
     if call.rank != src:
         out = torch.empty_like(x)
-        _wait(call, _start(call, (), [(out, src)]))
+        _wait(call, x, _start(call, (), [(out, src)]))
         return out
     works = _start(call, [(x, rank) for rank in _others(call.size, src)], ())
     out = x.clone()
-    _wait(call, works)
+    _wait(call, x, works)
     return out
 
 
 def linear_reduce(call: Call, x: Tensor, dst: int) -> Tensor:
     """The sum on ``dst``, to which every rank sends; zeros on the others."""
     if call.rank == dst:
-        return _add_received(call, x, _others(call.size, dst))
+        return _add_received(call, x, x, _others(call.size, dst))
     works = _start(call, _in_chunks([(x, dst)]), ())
     zeros = torch.zeros_like(x)
-    _wait(call, works)
+    _wait(call, x, works)
     return zeros
 
 
@@ -214,15 +218,15 @@ def chunked_broadcast(call: Call, x: Tensor, src: int) -> Tensor:
     if call.rank == src:
         works = _start(call, list(zip(_even_chunks(x, len(others)), others, strict=True)), ())
         out = x.clone()
-        _wait(call, works)
+        _wait(call, x, works)
         return out
     out = torch.empty_like(x)
     chunks = dict(zip(others, _even_chunks(out, len(others)), strict=True))
     own = chunks.pop(call.rank)
     works = _start(call, (), [(chunk, rank) for rank, chunk in chunks.items()])
-    _wait(call, _start(call, (), [(own, src)]))
-    _wait(call, _start(call, [(own, rank) for rank in chunks], ()))
-    _wait(call, works)
+    _wait(call, x, _start(call, (), [(own, src)]))
+    _wait(call, x, _start(call, [(own, rank) for rank in chunks], ()))
+    _wait(call, x, works)
     return out
 
 
@@ -232,12 +236,12 @@ def chunked_reduce(call: Call, x: Tensor, dst: int) -> Tensor:
     if call.rank == dst:
         out = torch.empty_like(x)
         chunks = _even_chunks(out, len(others))
-        _wait(call, _start(call, (), list(zip(chunks, others, strict=True))))
+        _wait(call, x, _start(call, (), list(zip(chunks, others, strict=True))))
         return out.add_(x)
-    own = _reduce_own_block(call, dict(zip(others, _even_chunks(x, len(others)), strict=True)))
+    own = _reduce_own_block(call, x, dict(zip(others, _even_chunks(x, len(others)), strict=True)))
     works = _start(call, [(own, dst)], ())
     zeros = torch.zeros_like(x)
-    _wait(call, works)
+    _wait(call, x, works)
     return zeros
 
 
@@ -248,10 +252,10 @@ def chunked_all_reduce(call: Call, x: Tensor, scratch: bool = False) -> Tensor:
     """
     out = x if scratch else torch.empty_like(x)
     sums = _even_chunks(out, call.size)
-    own = _reduce_own_block(call, dict(enumerate(_even_chunks(x, call.size))), sums[call.rank])
+    own = _reduce_own_block(call, x, dict(enumerate(_even_chunks(x, call.size))), sums[call.rank])
     after, before = _around(range(call.size), call.rank)
     sends, recvs = [(own, rank) for rank in after], [(sums[rank], rank) for rank in before]
-    _wait(call, _start(call, sends, recvs))
+    _wait(call, x, _start(call, sends, recvs))
     return out
 
 
@@ -259,16 +263,17 @@ def chunked_all_reduce(call: Call, x: Tensor, scratch: bool = False) -> Tensor:
 
 
 def _reduce_own_block(
-    call: Call, blocks: Mapping[int, Tensor], out: Tensor | None = None
+    call: Call, alike: Tensor, blocks: Mapping[int, Tensor], out: Tensor | None = None
 ) -> Tensor:
     """Send each of these ranks its block, and add up what they send of this rank's own."""
     after, before = _around(tuple(blocks), call.rank)
     sends = [(blocks[rank], rank) for rank in after]
-    return _add_received(call, blocks[call.rank], before, sends, out)
+    return _add_received(call, alike, blocks[call.rank], before, sends, out)
 
 
-def _add_received(
+def _add_received(  # noqa: PLR0917
     call: Call,
+    alike: Tensor,
     x: Tensor,
     sources: Sequence[int],
     sends: Sequence[Transfer] = (),
@@ -282,7 +287,7 @@ def _add_received(
     terms, sums = _chunks(x), _chunks(out)
     turns = [(chunk, source) for chunk in range(len(terms)) for source in sources if x.numel()]
     if not turns:
-        _wait(call, _start(call, _in_chunks(sends), ()))
+        _wait(call, alike, _start(call, _in_chunks(sends), ()))
         return out.copy_(x)
     ahead = min(len(turns), max(1, IN_FLIGHT // terms[0].nbytes))
     buffers = terms[0].new_empty((ahead, *terms[0].shape)).unbind()
@@ -296,12 +301,12 @@ def _add_received(
     at_once = 1 if deadline.STATE.no_deadline else ahead
     for turn, (chunk, source) in enumerate(turns):
         if turn % at_once == 0:
-            _wait(call, receiving[turn : turn + at_once])
+            _wait(call, alike, receiving[turn : turn + at_once])
         so_far = terms[chunk] if source == sources[0] else sums[chunk]
         torch.add(so_far, recvs[turn][0], out=sums[chunk])
         if turn + ahead < len(turns):
             receiving += _start(call, (), [recvs[turn + ahead]])
-    _wait(call, sending)
+    _wait(call, alike, sending)
     return out
 
 
@@ -338,6 +343,14 @@ def _around(ranks: Sequence[int], rank: int) -> tuple[tuple[int, ...], tuple[int
     return after, after[::-1]
 
 
+def _tag(x: Tensor) -> int:
+    """Tensors of other shapes or dtypes never meet, where Gloo would end the process, or add up bytes
+    (test_unequal_tensors_never_meet). A number and a vector of one element are alike.
+    """
+    shape = x.shape
+    return _TAG | hash((_DTYPES[x.dtype], shape if len(shape) > 1 else x.numel())) & (_TAG - 1)
+
+
 def _start(call: Call, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> Sequence[Any]:
     """Post sends before receives; tensors without elements are not sent.
 
@@ -349,30 +362,38 @@ def _start(call: Call, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> 
     try:
         if not (deadline.STATE.no_deadline and call.group.registered):
             deadline.prepare(call)
+            if watchdog.STATE.thread is None:
+                watchdog.start()
         for x, peer in sends:
             if x.numel():
-                sending.append(process_group.send([x], peer, _TAG))
+                sending.append(process_group.send([x], peer, _tag(x)))
         for x, peer in recvs:
             if x.numel():
-                receiving.append(process_group.recv([x], peer, _TAG))
+                receiving.append(process_group.recv([x], peer, _tag(x)))
     except RuntimeError as error:
         deadline.close_connections(call)
         raise diagnosis.explain(call, error, 0.0, deadline.STATE.seconds) from error
     return receiving + sending
 
 
-def _wait(call: Call, works: Sequence[Any]) -> None:
-    """Wait for what was started."""
+def _wait(call: Call, alike: Tensor, works: Sequence[Any]) -> None:
+    """Wait for what was started; ``alike`` has one shape and dtype on every rank."""
     began = time.monotonic()
     try:
         if deadline.STATE.no_deadline:
+            watchdog.STATE.waiting = call, alike, began
             for work in works:
                 work.wait()
+            watchdog.STATE.waiting = None
         else:
             deadline.wait_for_all(call, works)
     except (RuntimeError, RankRaised) as error:
+        watchdog.STATE.waiting = None
         deadline.close_connections(call)
         if isinstance(error, RankRaised):
             raise
         waited = time.monotonic() - began
-        raise diagnosis.explain(call, error, waited, deadline.STATE.seconds) from error
+        explained = watchdog.mismatch() or diagnosis.explain(
+            call, error, waited, deadline.STATE.seconds, alike
+        )
+        raise explained from error

@@ -161,6 +161,7 @@ def _dispatch(operation: _Operation, call: Call, x: Tensor, *args: Any) -> Tenso
 
 def _run(operation: _Operation, call: Call, x: Tensor, *args: Any) -> Tensor:
     """Choose an algorithm and run it."""
+    call.group.calls += 1
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     if not x.is_contiguous():

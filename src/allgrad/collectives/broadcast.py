@@ -154,8 +154,7 @@ def _reduce_pieces(
     stacked = apply(gather_pair(call, rows, dst), [x.unsqueeze(0) for x in xs], stop=stop)
     if call.rank == dst:
         return [reduction.stacked(t, 0) for t in stacked]
-    # The sum of no rows: zeros that stay in the graph, for backward needs every rank.
-    return [t.any(0) if t.dtype == torch.bool else t.sum(0, dtype=t.dtype) for t in stacked]
+    return [reductions.sum_of_no_rows(t) for t in stacked]
 
 
 @makes_pair("broadcast")

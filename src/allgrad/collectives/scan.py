@@ -114,10 +114,7 @@ def _scan(
 def _of_nothing(reduction: reductions.Reduction, no_rows: Tensor) -> Tensor:
     assert reduction.empty is not None
     nothing = no_rows.new_full(no_rows.shape[1:], reduction.empty(no_rows.dtype))
-    if no_rows.dtype == torch.bool:
-        return nothing
-    # Adding the sum of no rows keeps rank 0 in the graph: backward needs every rank.
-    return nothing + no_rows.sum(0, dtype=no_rows.dtype)
+    return nothing if no_rows.dtype == torch.bool else nothing + reductions.sum_of_no_rows(no_rows)
 
 
 @makes_pair("scan")

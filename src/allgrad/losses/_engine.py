@@ -32,7 +32,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from allgrad._autograd import call_order
 from allgrad._autograd.transforms import ANCHOR, is_plain_autograd
+from allgrad._wire import primitives as wire
 from allgrad.losses._first_order import Inputs, Kept, first_gradients, loss_value
 from allgrad.losses._modes import first_order, loss_in_transform, outside_autocast
 from allgrad.losses._tiles.accumulators import accumulator_dtype
@@ -56,6 +58,8 @@ def contrastive_loss(
     if not is_plain_autograd():
         return loss_in_transform(config, Inputs(q, k, scale, bias))
     loss: Tensor = outside_autocast(_apply, config, ANCHOR, q, k, scale, bias, device=q.device.type)
+    if call_order.STATE.gated and loss.requires_grad and config.layout.world > 1:
+        (loss,) = call_order.gate((loss,))
     return loss
 
 
@@ -67,6 +71,7 @@ def _number(x: Tensor, q: Tensor) -> Tensor:
     return x.reshape(()).to(q.device, dtype)
 
 
+@call_order.ordered
 class _ContrastiveLoss(torch.autograd.Function):
     """The loss in eager autograd."""
 
@@ -81,12 +86,17 @@ class _ContrastiveLoss(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         ctx.config = config
+        ctx.call = wire.resolve(config.name, config.layout.group)
+        if ctx.call.size > 1:
+            call_order.register(ctx, ctx.call, q)
         loss, kept = loss_value(config, Inputs(q, k, scale, bias), ctx.needs_input_grad[2:])
         ctx.save_for_backward(q, k, scale, bias, *kept.flatten())
         return loss
 
     @staticmethod
     def backward(ctx: Any, by_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.call.size > 1:
+            call_order.check(ctx, ctx.call)
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         x, kept = Inputs(*saved[:4]), Kept.unflatten(saved[4:])
         if torch.is_grad_enabled():  # create_graph=True

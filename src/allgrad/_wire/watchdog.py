@@ -1,0 +1,88 @@
+"""A watchdog for waits without a deadline: it ends those of ranks that bring different tensors.
+
+Messages of other shapes or dtypes never meet (``point_to_point``), so ranks that bring such tensors to
+one call wait for each other. A thread of each process looks once a second. While this rank waits, it
+writes into the group's store which call that is and what the rank brought, and reads what some other
+ranks wrote. A difference in the same call ends the wait, on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from allgrad._wire import deadline, diagnosis
+from allgrad._wire.calls import describe_shapes
+from allgrad.errors import CollectiveMismatch, rank_table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from allgrad._wire.calls import Call
+
+__all__ = ["STATE", "mismatch", "start"]
+
+_LOOK_EVERY = 1.0  # seconds
+_ASKED = 8  # ranks each time: the store must not grow slow in a large world
+
+
+class _State:
+    """The wait of this process that the watchdog looks at, and what it found."""
+
+    def __init__(self) -> None:
+        self.waiting: tuple[Call, Tensor, float] | None = None
+        self.thread: threading.Thread | None = None
+        self.found: CollectiveMismatch | None = None
+
+
+STATE = _State()
+
+
+def start() -> None:
+    """Start the watchdog of this process."""
+    STATE.thread = threading.Thread(target=_watch, daemon=True, name="allgrad watchdog")
+    STATE.thread.start()
+
+
+def mismatch() -> CollectiveMismatch | None:
+    """What the watchdog found in the wait that has just failed, if anything."""
+    found, STATE.found = STATE.found, None
+    return found
+
+
+def _watch() -> None:
+    seen = None
+    while True:
+        time.sleep(_LOOK_EVERY)
+        waiting = STATE.waiting
+        # A wait that was already there a second ago.
+        if waiting is not None and waiting is seen:
+            with contextlib.suppress(Exception):  # the group or its store is gone
+                _compare(waiting)
+        seen = waiting
+
+
+def _compare(waiting: tuple[Call, Tensor, float]) -> None:
+    call, x, _ = waiting
+    store = call.group.process_group.get_group_store()
+    number, brought = call.group.calls, f"{call.name} of {describe_shapes([x])}"
+    store.set(f"allgrad/waits/{call.rank}", f"{number} {brought}")
+    others = [rank for rank in range(call.size) if rank != call.rank]
+    rows = {call.rank: brought}
+    for rank in random.sample(others, min(len(others), _ASKED)):
+        key = f"allgrad/waits/{rank}"
+        if store.check([key]):
+            theirs, _, text = store.get(key).decode("utf-8", errors="replace").partition(" ")
+            if int(theirs) == number:
+                rows[rank] = text
+    odd = {rank: "differs" for rank, text in rows.items() if text != brought}
+    if odd and STATE.waiting is waiting:
+        table = [rows.get(rank, "unknown") for rank in range(call.size)]
+        rule = f"{call.name}: the ranks bring different tensors to one call."
+        advice = "Give every rank the same shape and dtype; checked() names the line."
+        STATE.found = CollectiveMismatch(rank_table(rule, table, odd, advice))
+        diagnosis.publish_failure(STATE.found)
+        deadline.close_connections(call)

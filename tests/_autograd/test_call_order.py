@@ -1,0 +1,82 @@
+"""Backward runs in one order on every rank, whatever threads made the graph and whatever came before."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import allgrad as ag
+from allgrad._autograd import call_order
+from allgrad.errors import AllgradError
+from allgrad.testing import run_ranks
+from exactness import grads, leaf, loss, random, same
+from orders import LENGTH, Threads, in_one_process, make_nodes, on_rank
+
+SEEDS = range(200 if os.environ.get("ALLGRAD_ALL") else 24)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.ranks(2, timeout=580)
+def test_threads_and_different_histories(rank, world):
+    threads, places = Threads(), ("main", "second")
+    threads.run("second", make_nodes, 2000)
+    for seed in SEEDS:
+        got = on_rank(seed, rank, threads, places)
+        for g, want in zip(got, in_one_process(seed, world, places)[rank], strict=True):
+            same(g, want, f"the gradient of seed {seed}")
+
+
+def differ_on_a_new_thread():
+    """A computation on a new thread, whose numbers autograd begins at 0, between two calls."""
+    rank = dist.get_rank()
+    if rank:
+        make_nodes(500)
+    x = leaf(random((LENGTH,), rank))
+    early = ag.all_reduce(x.sin())
+    late = ag.all_reduce(x.cos())
+    behind = Threads().run("second" if rank else "main", lambda: late * late)
+    try:
+        (early.sum() + behind.sum()).backward()
+    except AllgradError as error:
+        dist.destroy_process_group()
+        return f"{type(error).__name__}: {error}"
+    return x.grad
+
+
+def test_what_cannot_be_ordered_raises_on_every_rank():
+    found = run_ranks(differ_on_a_new_thread, 3, timeout=60)
+    assert all(isinstance(one, str) for one in found), found
+    assert found[0].startswith("RankRaised")
+    assert any(text.startswith("CollectiveMismatch: all_reduce: backward") for text in found[1:])
+    for text in found:
+        assert "backward came to all_reduce after all_reduce, which was made before it" in text
+        assert "lockstep" in text
+
+
+@pytest.mark.ranks(2)
+def test_gated_results_are_plain_tensors(rank, world):
+    """With gates: changing results in place, nests, async calls, graphs that are kept."""
+    threads = Threads()
+    x = leaf(random((LENGTH,), rank))
+    threads.run("second", ag.all_reduce, leaf(random((LENGTH,), rank)))
+    ag.all_reduce(x)
+    assert call_order.STATE.gated
+    nest = ag.all_gather({"a": x * 2, "b": [x.sin()]})
+    nest["a"].mul_(2)
+    nest["b"][0] += 1
+    handle = ag.all_reduce(x.cos(), async_op=True)
+    shared = ag.share(x)
+    total = loss(nest["a"], rank) + loss(nest["b"][0], rank) + loss(handle.wait(), rank)
+    total = total + (shared * (rank + 1)).sum() + loss(ag.all_reduce(x, "max"), rank)
+    first = torch.autograd.grad(total, x, retain_graph=True)[0]
+    again = torch.autograd.grad(total, x)[0]
+    same(again, first, "a second pass over the graph")
+    leaves = [leaf(random((LENGTH,), r)) for r in range(world)]
+    everyone = 0
+    for r in range(world):
+        everyone = everyone + loss(torch.cat([4 * t for t in leaves]), r)
+        everyone = everyone + loss(torch.cat([t.sin() + 1 for t in leaves]), r)
+        everyone = everyone + loss(sum(t.cos() for t in leaves), r) + (leaves[rank] * (r + 1)).sum()
+        everyone = everyone + loss(torch.stack(leaves).amax(0), r)
+    same(first, grads(everyone, leaves)[rank], "the gradient")

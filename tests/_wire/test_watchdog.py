@@ -1,0 +1,57 @@
+"""Ranks that bring different tensors to one call raise, without a deadline and without checks."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import allgrad as ag
+from allgrad.errors import AllgradError
+from allgrad.testing import run_ranks
+
+CALLS = {
+    "count": lambda odd: ag.all_reduce(torch.ones(3 + odd)),
+    "count, large": lambda odd: ag.all_reduce(torch.ones(200_000 + odd)),
+    "dtype": lambda odd: ag.all_reduce(torch.ones(4, dtype=torch.int32 if odd else torch.float32)),
+    "transposed": lambda odd: ag.all_reduce(torch.ones((2, 3) if odd else (3, 2))),
+    "reduce": lambda odd: ag.reduce(torch.ones(3 + odd), dst=2),
+    "broadcast": lambda odd: ag.broadcast(torch.ones(4 - odd), src=2),
+    "reduce_scatter": lambda odd: ag.reduce_scatter(torch.ones(6 * (1 + odd)), sizes="equal"),
+}
+
+
+def make_unequal(name):
+    try:
+        CALLS[name](int(dist.get_rank() == 1))
+        # A rank that sent nothing to the odd one, nor waited for it, finds out in its next call.
+        return ag.all_reduce(torch.ones(1))
+    except AllgradError as error:
+        dist.destroy_process_group()
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", CALLS)
+def test_unequal_tensors_never_meet(name):
+    found = run_ranks(make_unequal, 3, name, timeout=30)
+    assert all(isinstance(text, str) for text in found), found
+    assert any("CollectiveMismatch" in text and "differs" in text for text in found), found
+    assert all("different" in text for text in found), found
+
+
+def come_late_with_ragged_pieces():
+    """Ranks that wait for a late one bring pieces of their own lengths: nothing is wrong."""
+    rank = dist.get_rank()
+    if rank == 1:
+        time.sleep(3.5)
+    x = torch.full((rank + 1,), float(rank), requires_grad=True)
+    y = ag.all_gather(x, sizes=(1, 2, 3))
+    ag.reduce_scatter(y * y, sizes=(1, 2, 3)).sum().backward()
+    return y.tolist(), x.grad.tolist()
+
+
+def test_ragged_pieces_are_no_mismatch():
+    found = run_ranks(come_late_with_ragged_pieces, 3, timeout=30)
+    assert [y for y, _ in found] == [[0.0, 1.0, 1.0, 2.0, 2.0, 2.0]] * 3
+    assert [g for _, g in found] == [[0.0], [6.0] * 2, [12.0] * 3]
