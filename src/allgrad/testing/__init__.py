@@ -11,12 +11,15 @@ from allgrad.testing.checks import (
     gradgradcheck,
 )
 from allgrad.testing.failures import RankError, RankFailed, RanksStuck
+from allgrad.testing.hosts import Hosts, HostsUnavailable, why_no_hosts
 from allgrad.testing.ranks import run_ranks
 from allgrad.testing.serialization import CannotShip
 
 __all__ = [
     "CannotShip",
     "GradientMismatch",
+    "Hosts",
+    "HostsUnavailable",
     "NotAdjoint",
     "RankError",
     "RankFailed",
@@ -25,4 +28,5 @@ __all__ = [
     "gradcheck",
     "gradgradcheck",
     "run_ranks",
+    "why_no_hosts",
 ]
