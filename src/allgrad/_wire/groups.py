@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import weakref
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from allgrad._core.torch_internals import backend_device_types, backend_for
 from allgrad.errors import GroupError
+
+if TYPE_CHECKING:
+    from allgrad._wire.topology import Topology
 
 __all__ = [
     "Backend",
@@ -44,7 +47,16 @@ class Group:
     The process group is held weakly: graphs and cached pairs must not keep a destroyed one alive.
     """
 
-    __slots__ = ("__weakref__", "_device_types", "_ref", "backends", "rank", "registered", "size")
+    __slots__ = (
+        "__weakref__",
+        "_device_types",
+        "_ref",
+        "backends",
+        "rank",
+        "registered",
+        "size",
+        "topology",
+    )
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         """Read rank and size once; ``None`` is a world of one."""
@@ -52,6 +64,7 @@ class Group:
         self._device_types: list[str] | None = None
         self.backends: dict[torch.device, Backend] = {}  # those asked for so far
         self.registered = False  # whether the store knows this process (diagnosis.register)
+        self.topology: Topology | None = None  # found out by the first call (hosts.find_topology)
         self.rank: int = 0 if process_group is None else process_group.rank()
         self.size: int = 1 if process_group is None else process_group.size()
 
