@@ -23,6 +23,7 @@ from allgrad._wire import eager
 from allgrad._wire.algorithms import Situation, choose
 from allgrad._wire.calls import Call, resolve
 from allgrad._wire.groups import GroupLike
+from allgrad._wire.hosts import find_topology
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -157,6 +158,7 @@ def _run(operation: _Operation, call: Call, x: Tensor, *args: Any) -> Tensor:
         call.size,
         *operation.sizes(call, x, *args),
         x.dtype in eager.CAN_ADD,
+        call.group.topology or find_topology(call),
     )
     return choose(situation).run(call, x, *args)
 
