@@ -3,10 +3,11 @@
     docs/collectives.md     from the docstrings
     docs/performance.md     its table, from benchmarks/results/collectives.json
     docs/modes.md           its table, from benchmarks/results/modes.json
-    docs/failures.md        its table, from benchmarks/results/failures.json
+    docs/failures.md        its tables, from benchmarks/results/failures.json and
+                            failures_between_hosts.json
 
 ``python docs/generate.py RUN.json ...`` first stores runs of ``allgrad bench --json RUN.json`` in
-collectives.json. The tests write the other two with ``ALLGRAD_STORE_RESULTS=1``.
+collectives.json. The tests write the others with ``ALLGRAD_STORE_RESULTS=1``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
 TABLE = re.compile(r"(?<=<!-- generated -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
+HOSTS_TABLE = re.compile(r"(?<=<!-- generated: hosts -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 COLLECTIVES = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"),
@@ -74,6 +76,8 @@ def pages() -> dict[Path, str]:
     for name, table in tables.items():
         page, text = DOCS / f"{name}.md", table(load(stored[name]))
         made[page] = TABLE.sub(lambda _, text=text: text, page.read_text())
+    failures, hosts = DOCS / "failures.md", failures_table(load("failures_between_hosts"))
+    made[failures] = HOSTS_TABLE.sub(lambda _: hosts, made[failures])
     return made
 
 
@@ -169,7 +173,8 @@ def failures_table(scenarios: dict[str, dict[str, Any]]) -> str:
         (scenario["title"], *map(_failures_cell, scenario["ranks"]))
         for scenario in scenarios.values()
     ]
-    return _table(("what happens", "rank 0", "rank 1", "rank 2"), rows)
+    most = max(len(scenario["ranks"]) for scenario in scenarios.values())
+    return _table(("what happens", *(f"rank {rank}" for rank in range(most))), rows)
 
 
 def _failures_cell(end: dict[str, Any]) -> str:

@@ -4,6 +4,9 @@ from collections import Counter
 
 import torch.distributed as dist
 
+from allgrad._wire.calls import resolve
+from allgrad._wire.hosts import find_topology
+
 # What a process group calls them, and what they are called here.
 MOVERS = {
     "allreduce": "all_reduce",
@@ -24,7 +27,9 @@ class Traffic:
     """Counts this rank's calls of its process group, and the bytes to and from other ranks."""
 
     def __enter__(self):
+        find_topology(resolve("Traffic", None))  # what a group finds out once is not counted
         self.calls, self.sent, self.received = Counter(), 0, 0
+        self.sent_to = Counter()  # point to point
         names = [name for name in MOVERS if hasattr(dist.ProcessGroup, name)]
         self.real = {name: getattr(dist.ProcessGroup, name) for name in names}
         self.kept = {name: vars(dist.ProcessGroup)[name] for name in names}
@@ -59,6 +64,8 @@ class Traffic:
         if MOVERS[name] == "all_gather_into_tensor":
             return 0, 0
         (x,) = x
+        if name == "send":
+            self.sent_to[args[0]] += x.nbytes
         if name == "broadcast":
             return (x.nbytes, 0) if args[0].rootRank == rank else (0, x.nbytes)
         return {"send": (x.nbytes, 0), "recv": (0, x.nbytes), "allreduce": (x.nbytes, x.nbytes)}[

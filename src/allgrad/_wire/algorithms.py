@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from allgrad._core.partition import even
-from allgrad._wire import eager
+from allgrad._wire import across_hosts, eager
 from allgrad._wire import point_to_point as p2p
 from allgrad._wire.groups import Backend
+from allgrad._wire.hosts import find_topology
+from allgrad._wire.topology import ONE_HOST, Topology
 from allgrad.errors import InputError
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ STAR_SUM = COPIES_PIECE = 256 * KiB  # of one rank's piece
 STAR_SUM_OF_TWO = 4 * MiB
 EXCHANGE_BLOCK = 128 * KiB  # between two ranks
 LINEAR_TOTAL = 4 * MiB
+FLAT_TOTAL = 64 * KiB  # of all ranks together, where hosts are several
+FLAT_PIECE = 16 * KiB
 
 
 class Situation(NamedTuple):
@@ -47,7 +51,7 @@ class Situation(NamedTuple):
 
     ``piece``: bytes of the largest piece (of reduce_scatter: of the largest block of the result).
     ``total``: bytes of all pieces together. ``equal``: all have one size. ``can_add``: the
-    backend knows how to add the dtype.
+    backend knows how to add the dtype. ``topology``: the ranks by host.
     """
 
     operation: str
@@ -58,11 +62,17 @@ class Situation(NamedTuple):
     total: int
     equal: bool = True
     can_add: bool = True
+    topology: Topology = ONE_HOST
 
     @property
     def gloo(self) -> bool:
         """Gloo, tensors on the host: where point-to-point messages pay."""
         return self.backend is Backend.GLOO and self.on_host
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts there are, as far as is known."""
+        return max(1, len(self.topology.hosts))
 
     @property
     def gloo_device(self) -> bool:
@@ -91,7 +101,7 @@ def _all_reduce_in_two_steps(call: Call, x: Tensor, *_: Any) -> Tensor:
     """For dtypes that the backend cannot add: reduce_scatter, then all_gather."""
     counts, row = even(x.numel(), call.size), x.element_size()
     sizes = counts[0] * row, x.nbytes, len(set(counts)) == 1
-    about = call.group.backend(x.device), x.is_cpu, call.size, *sizes, False
+    about = call.group.backend(x.device), x.is_cpu, call.size, *sizes, False, find_topology(call)
     own = choose(Situation("reduce_scatter", *about)).run(call, x.view(-1), counts)
     return choose(Situation("all_gather", *about)).run(call, own, counts).view(x.shape)
 
@@ -108,6 +118,19 @@ def _linear(s: Situation) -> bool:
     return s.gloo and (s.ranks == 2 or s.total <= LINEAR_TOTAL)
 
 
+def _many_to_a_host(s: Situation) -> bool:
+    """Several hosts, some with several ranks: flat algorithms send them the same bytes."""
+    return s.gloo and 1 < s.hosts < s.ranks
+
+
+def _rooted_across_hosts(s: Situation) -> Cost:
+    """The busiest is the root, or a rank that passes on its chunk of what a host gets."""
+    local = s.ranks // s.hosts
+    root = s.piece * (s.hosts if local > 1 else s.hosts - 1)
+    others = local if s.hosts > 1 else local - 1
+    return Cost(3, max(root, s.piece * (2 - 1 / others)))
+
+
 def _ring(s: Situation, rounds: int = 1) -> Cost:
     return Cost(rounds * (s.ranks - 1), 2 * rounds * s.total * (1 - 1 / s.ranks))
 
@@ -119,6 +142,12 @@ def _exchange(s: Situation) -> Cost:
 
 TABLE: dict[str, tuple[Algorithm, ...]] = {
     "all_reduce": (
+        Algorithm(
+            "across_hosts",
+            across_hosts.all_reduce,
+            lambda s: _many_to_a_host(s) and s.piece > FLAT_PIECE,
+            lambda s: Cost(4, 4 * s.piece * (1 - 1 / s.ranks)),
+        ),
         Algorithm(
             "two_steps",
             _all_reduce_in_two_steps,
@@ -145,6 +174,12 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
         ),
     ),
     "all_gather": (
+        Algorithm(
+            "across_hosts",
+            across_hosts.all_gather,
+            lambda s: _many_to_a_host(s) and s.total > FLAT_TOTAL,
+            lambda s: Cost(2, 2 * (s.ranks - 1) * s.piece),
+        ),
         Algorithm(
             "star",
             p2p.star_all_gather,
@@ -185,6 +220,12 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
         ),
     ),
     "reduce_scatter": (
+        Algorithm(
+            "across_hosts",
+            across_hosts.reduce_scatter,
+            lambda s: _many_to_a_host(s) and s.total > FLAT_TOTAL,
+            lambda s: Cost(2, 2 * (s.ranks - 1) * s.piece),
+        ),
         Algorithm(
             "star",
             p2p.star_reduce_scatter,
@@ -240,6 +281,12 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
     ),
     "broadcast": (
         Algorithm(
+            "across_hosts",
+            across_hosts.broadcast,
+            lambda s: _many_to_a_host(s) and s.piece > FLAT_PIECE,
+            _rooted_across_hosts,
+        ),
+        Algorithm(
             "linear",
             p2p.linear_broadcast,
             _linear,
@@ -254,6 +301,12 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
         Algorithm("backend", eager.broadcast, _always, lambda s: Cost(s.ranks - 1, 2 * s.piece)),
     ),
     "reduce": (
+        Algorithm(
+            "across_hosts",
+            across_hosts.reduce,
+            lambda s: _many_to_a_host(s) and s.piece > FLAT_PIECE,
+            _rooted_across_hosts,
+        ),
         Algorithm("linear", p2p.linear_reduce, _linear, lambda s: Cost(1, (s.ranks - 1) * s.piece)),
         Algorithm(
             "chunked",

@@ -7,6 +7,8 @@ did not.
     rank 1   waits ... cut off    writes "here"   sees 0, 1, 3:   rank 2 is late
     rank 2   asleep                                               (wakes: the others gave up on it)
     rank 3   waits ... cut off    writes "here"   sees 0, 1, 3:   rank 2 is late
+
+A rank that cannot reach the store hears nobody but the processes on its own host, and says so.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ import contextlib
 import os
 import socket
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allgrad._wire.calls import describe_shapes
 from allgrad._wire.groups import world_rank, world_store
+from allgrad._wire.store import StoreSilent, ask, describe
+from allgrad._wire.topology import ONE_HOST
 from allgrad.errors import (
     AllgradError,
     CollectiveMismatch,
@@ -47,7 +52,14 @@ __all__ = [
 ]
 
 _ROLL_CALL_SECONDS = 2.0
+_STORE_SECONDS = 1.5  # for all answers of the store together
 _GAVE_UP, _CUT_OFF = "gave up", "was cut off"
+_GONE, _RUNS = "is gone", "runs"
+# How backends say that a connection failed.
+_LOST = (
+    *("connection", "broken pipe", "socket", "read error"),
+    *("no route to host", "unreachable", "network is down"),
+)
 
 _last_agreed: dict[tuple[str, int], str] = {}
 _published = False
@@ -63,8 +75,12 @@ def register(call: Call) -> None:
     call.group.registered = True
     with contextlib.suppress(RuntimeError):
         store = call.group.process_group.get_group_store()
-        store.delete_key(f"allgrad/roll/{call.rank}")
-        store.set(f"allgrad/who/{call.rank}", f"{os.getpid()} {socket.gethostname()}")
+        ask(store, partial(_register, store, call.rank))
+
+
+def _register(store: Any, rank: int) -> None:
+    store.delete_key(f"allgrad/roll/{rank}")
+    store.set(f"allgrad/who/{rank}", f"{os.getpid()} {socket.gethostname()}")
 
 
 def remember_agreed(call: Call, by_rank: Sequence[str]) -> None:
@@ -81,7 +97,8 @@ def publish_failure(error: BaseException) -> None:
     with contextlib.suppress(RuntimeError):
         store = world_store()
         if store is not None:
-            store.set(f"allgrad/raised/{world_rank()}", f"{time.time()}\n{text}")
+            raised = f"{time.time()}\n{text}"
+            ask(store, lambda: store.set(f"allgrad/raised/{world_rank()}", raised))
             _published = True
 
 
@@ -93,14 +110,18 @@ def withdraw_failure() -> None:
         with contextlib.suppress(RuntimeError):
             store = world_store()
             if store is not None:
-                store.delete_key(f"allgrad/raised/{world_rank()}")
+                ask(store, lambda: store.delete_key(f"allgrad/raised/{world_rank()}"))
 
 
 def raise_published(call: Call) -> None:
     """Raise the failure that another rank of the group published, if there is one."""
     store = world_store()
-    if store is None:
-        return
+    if store is not None:
+        with contextlib.suppress(StoreSilent):  # a slow link is no failure
+            ask(store, partial(_raise_published, call, store))
+
+
+def _raise_published(call: Call, store: Any) -> None:
     failures = {}
     for rank, member in enumerate(call.group.members):
         key = f"allgrad/raised/{member}"
@@ -129,36 +150,69 @@ def explain(
     """
     text = str(error).lower()
     late = "timed out" in text or "timeout" in text
-    lost = any(sign in text for sign in ("connection", "broken pipe", "socket", "read error"))
+    lost = any(sign in text for sign in _LOST)
     if not late and not lost:
         return error
     try:
         trouble = _GAVE_UP if late else _CUT_OFF
         brought = call.name if alike is None else f"{call.name} of {describe_shapes([alike])}"
-        return _call_roll(call, trouble, waited, limit, brought)
+        roll_call = partial(_call_roll, call, trouble, waited, limit, brought)
+        store = call.group.process_group.get_group_store()
+        return ask(store, roll_call, _ROLL_CALL_SECONDS + _STORE_SECONDS)
     except AllgradError as published:
         return published
-    except RuntimeError:
-        kind = RankLate if late else RankLost
-        return kind(
-            f"{call.name}: another rank {'did not come' if late else 'is gone'}, and the store in "
-            "which the ranks find each other is gone too.\n"
-            "Look at the process that started it (rank 0, or the launcher), and start again."
+    except RuntimeError as found:
+        silent = isinstance(found, StoreSilent)
+        return _without_store(call, waited, "does not answer" if silent else "is gone")
+
+
+def _without_store(call: Call, waited: float, state: str) -> RankLost:
+    """The error of a rank that cannot reach the store: it hears the processes of its host alone."""
+    store = describe(call.group.process_group.get_group_store())
+    topology = call.group.topology or ONE_HOST
+    if not topology.hosts:
+        return RankLost(
+            f"{call.name}: another rank is late or gone, and {store}, in which the ranks find each "
+            f"other, {state}.\n"
+            "Look at the process that keeps it (rank 0, or the launcher), and start again."
         )
+    here = topology.host_of[call.rank]
+    rows, marks = [], {}
+    for rank, pid in enumerate(topology.processes):
+        name = topology.name_of(rank)
+        if rank == call.rank:
+            rows.append(f"this rank on {name} waited {waited:.1f} s")
+        elif topology.host_of[rank] == here and (found := _local_state(str(pid))):
+            rows.append(f"process {pid} on {name} {found}")
+            if found == _GONE:
+                marks[rank] = "not here"
+        else:
+            rows.append(f"process {pid} on {name}")
+            marks[rank] = "cannot be heard"
+    unheard = f"{_ranks(call, list(marks))} not heard, and " if marks else ""
+    others = sorted({topology.name_of(rank) for rank in marks} - {topology.names[here]})
+    look = f"the links to {', '.join(others)}, and " if others else ""
+    advice = (
+        f"Look at {look}the process that keeps the store (rank 0, or the launcher). "
+        "Then start again."
+    )
+    rule = f"{call.name}: {unheard}{store} {state}."
+    return RankLost(rank_table(rule, rows, marks, advice))
 
 
 def _call_roll(
     call: Call, trouble: str, waited: float, limit: float | None, brought: str
 ) -> Exception:
-    store = call.group.process_group.get_group_store()
+    store, world = call.group.process_group.get_group_store(), world_store()
     store.set(f"allgrad/roll/{call.rank}", f"{waited:.3f} {trouble} in {brought}")
     until = time.monotonic() + _ROLL_CALL_SECONDS
     while True:
-        raise_published(call)
+        if world is not None:
+            _raise_published(call, world)
         present = _present(call, store)
         absent = [rank for rank in range(call.size) if rank not in present]
         # Nobody waits for a process that is known to be gone.
-        if all("is gone" in _about(call, store, rank) for rank in absent):
+        if all(_GONE in _about(call, store, rank) for rank in absent):
             break
         if time.monotonic() > until:
             break
@@ -175,24 +229,37 @@ def _call_roll(
         rows.append(f"{trouble} after {seconds:.1f} s in {brought}")
         if somebody_gave_up and trouble == _CUT_OFF and seconds < longest / 2:
             marks[rank] = "came after others had given up"
-    gone = [rank for rank in marks if "is gone" in rows[rank]]
+    gone = [rank for rank in marks if _GONE in rows[rank]]
     if not marks and somebody_gave_up and len({brought for *_, brought in present.values()}) > 1:
         rule = f"{call.name}: the ranks waited for each other in different calls, or with other shapes."
         advice = "Give every rank the same calls and shapes; checked() names the lines."
         return CollectiveMismatch(rank_table(rule, rows, {}, advice))
     if gone or not somebody_gave_up:
         kind: type[AllgradError] = RankLost
-        what = f"{_ranks(gone or list(marks))} lost" if marks else "a connection was lost"
+        what = f"{_ranks(call, gone or list(marks))} lost" if marks else "a connection was lost"
     else:
         kind = RankLate
         within = "" if limit is None else f": not here within {limit:g} s"
-        what = f"{_ranks(list(marks))} late{within}" if marks else "the ranks waited for nothing"
+        what = (
+            f"{_ranks(call, list(marks))} late{within}" if marks else "the ranks waited for nothing"
+        )
     advice = "Destroy the process group on every rank, and start again."
     return kind(rank_table(f"{call.name}: {what}.", rows, marks, advice))
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
+def _ranks(call: Call, ranks: list[int]) -> str:
+    """``rank 1 is``, or ``ranks 2, 3 on node-b are``: with their hosts where there are several."""
+    topology = call.group.topology or ONE_HOST
+    several = len(topology.hosts) > 1
+    by_name: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_name.setdefault(topology.name_of(rank) if several else "", []).append(rank)
+    words = [
+        f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
+        + (f" on {name}" if name else "")
+        for name, found in by_name.items()
+    ]
+    return f"{' and '.join(words)} {'is' if len(ranks) == 1 else 'are'}"
 
 
 def _present(call: Call, store: Any) -> dict[int, tuple[float, str, str]]:
@@ -219,12 +286,20 @@ def _about(call: Call, store: Any, rank: int) -> str:
 
 
 def _process_state(pid: str, host: str) -> str:
-    if host != socket.gethostname() or not Path("/proc").is_dir():
-        return "does not answer"
+    state = _local_state(pid) if host == socket.gethostname() else ""
+    if state == _RUNS:
+        return f"{_RUNS}, but is not in this call"
+    return state or "does not answer"
+
+
+def _local_state(pid: str) -> str:
+    """The state of a process of this host, where the system tells."""
+    if not Path("/proc").is_dir():
+        return ""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return "is gone"
+        return _GONE
     if state in "ZX":
-        return "is gone"
-    return "is stopped" if state in "Tt" else "runs, but is not in this call"
+        return _GONE
+    return "is stopped" if state in "Tt" else _RUNS

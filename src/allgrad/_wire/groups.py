@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import weakref
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from allgrad._core.torch_internals import (
     process_group_named,
 )
 from allgrad.errors import GroupError
+
+if TYPE_CHECKING:
+    from allgrad._wire.topology import Topology
 
 __all__ = [
     "Backend",
@@ -53,6 +56,7 @@ class Group:
     __slots__ = (
         *("__weakref__", "_device_types", "_name", "_ref"),
         *("backends", "calls", "order", "orders", "rank", "registered", "size", "thread"),
+        "topology",
     )
 
     def __init__(
@@ -71,6 +75,7 @@ class Group:
         self.order: Any = None  # the one of tensors on the host,
         self.thread = 0  # and the thread that made its calls
         self.registered = False  # whether the store knows this process (diagnosis.register)
+        self.topology: Topology | None = None  # found out by the first call (hosts.find_topology)
         self.rank, self.size = rank, size
 
     @property

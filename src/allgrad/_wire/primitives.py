@@ -24,6 +24,7 @@ from allgrad._wire import eager, observers
 from allgrad._wire.algorithms import CHOSEN, Situation, choose, keep_choice
 from allgrad._wire.calls import Call, resolve
 from allgrad._wire.groups import GroupLike
+from allgrad._wire.hosts import find_topology
 from allgrad._wire.observers import LOGGER, STATE
 
 if TYPE_CHECKING:
@@ -183,8 +184,15 @@ def _run(operation: _Operation, call: Call, x: Tensor, *args: Any) -> Tensor:
 def _situation(
     operation: _Operation, call: Call, x: Tensor, sizes: tuple[int, int, bool]
 ) -> Situation:
-    backend = call.group.backend(x.device)
-    return Situation(operation.name, backend, x.is_cpu, call.size, *sizes, x.dtype in eager.CAN_ADD)
+    return Situation(
+        operation.name,
+        call.group.backend(x.device),
+        x.is_cpu,
+        call.size,
+        *sizes,
+        x.dtype in eager.CAN_ADD,
+        call.group.topology or find_topology(call),
+    )
 
 
 def _in_turn(

@@ -31,13 +31,14 @@ __all__ = ["ProcessGroup", "Rendezvous", "World", "rank_of", "size_of", "stop", 
 
 
 class Rendezvous:
-    """A store on a free port of this machine's loopback; nobody outside can reach it."""
+    """A store on a free port of this address; nobody outside can reach the loopback's."""
 
-    def __init__(self) -> None:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        listener = socket.create_server((address, 0), backlog=512)
+        self.address = address
         self.port: int = listener.getsockname()[1]
         self._store = TCPStore(
-            "127.0.0.1",
+            address,
             self.port,
             is_master=True,
             wait_for_workers=False,
@@ -54,12 +55,21 @@ class World:
     default: ProcessGroup
 
     @classmethod
-    def start(cls, rank: int, size: int, *, backend: str, port: int, name: str) -> World:
+    def start(
+        cls,
+        rank: int,
+        size: int,
+        *,
+        backend: str,
+        port: int,
+        name: str,
+        address: str = "127.0.0.1",
+    ) -> World:
         """Meet ``size - 1`` other ranks under ``name`` at the rendezvous; a former world ends."""
         stop()
         if "nccl" in backend:
             torch.cuda.set_device(rank % torch.cuda.device_count())
-        store = PrefixStore(name, TCPStore("127.0.0.1", port, is_master=False))
+        store = PrefixStore(name, TCPStore(address, port, is_master=False))
         hook = sys.excepthook
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         sys.excepthook = hook  # torch wraps it once more at every start

@@ -11,9 +11,9 @@ import torch
 import typer
 
 from allgrad.cli.bench.command import bench
-from allgrad.cli.report import report
 from allgrad.cli.doctor.command import doctor
 from allgrad.cli.parity import parity
+from allgrad.cli.report import report
 from allgrad.errors import GroupError
 
 app = typer.Typer(

@@ -11,6 +11,7 @@ from allgrad.testing.checks import (
     gradgradcheck,
 )
 from allgrad.testing.failures import RankError, RankFailed, RanksStuck
+from allgrad.testing.hosts import Hosts, HostsUnavailable, why_no_hosts
 from allgrad.testing.ranks import run_ranks
 from allgrad.testing.serialization import CannotShip
 from allgrad.testing.step_parity.mistakes import Mistake
@@ -19,6 +20,8 @@ from allgrad.testing.step_parity.report import ParityReport, parity
 __all__ = [
     "CannotShip",
     "GradientMismatch",
+    "Hosts",
+    "HostsUnavailable",
     "Mistake",
     "NotAdjoint",
     "ParityReport",
@@ -30,4 +33,5 @@ __all__ = [
     "gradgradcheck",
     "parity",
     "run_ranks",
+    "why_no_hosts",
 ]

@@ -14,6 +14,7 @@ class Enter:
     rank: int
     world: int
     backend: str
+    address: str
     port: int
     name: str
 

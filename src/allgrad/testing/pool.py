@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection, wait
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from allgrad._wire.world import Rendezvous
@@ -25,7 +26,7 @@ from allgrad.testing.failures import RankError, RankFailed
 from allgrad.testing.messages import Enter, Entered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 __all__ = ["Pool", "Worker", "as_answered"]
 
@@ -45,7 +46,10 @@ main()
 class Worker:
     """One worker process and the connection to it."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, prefix: Sequence[str] = (), settings: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Start it; ``prefix`` is the command that runs it, ``settings`` are of its environment."""
         ours, theirs = socket.socketpair()
         self._stack_file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the worker lives
         descriptors = (theirs.fileno(), self._stack_file.fileno())
@@ -53,10 +57,11 @@ class Worker:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(entry or os.curdir for entry in sys.path),
             "OMP_NUM_THREADS": "1",
+            **settings,
         }
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-c", _RUN_WORKER, *map(str, descriptors)],
+                [*prefix, sys.executable, "-c", _RUN_WORKER, *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
                 env=environment,
@@ -99,10 +104,14 @@ class Worker:
             rank, "stuck", "still running", stack or "unknown location", time.monotonic()
         )
 
-    def kill(self) -> None:
-        """Kill the process."""
+    def kill_process(self) -> None:
+        """Kill the process, as a failing machine would: the caller finds out."""
         self._process.kill()
         self._process.wait()
+
+    def kill(self) -> None:
+        """Kill the process, and forget it."""
+        self.kill_process()
         self.connection.close()
         self._stack_file.close()
 
@@ -130,8 +139,14 @@ def as_answered(connections: dict[Connection, int], limit: float) -> Iterator[in
 class Pool:
     """The workers in rank order, and the world that they are in."""
 
-    def __init__(self) -> None:
-        self._rendezvous = Rendezvous()
+    def __init__(
+        self,
+        rendezvous: Rendezvous | None = None,
+        start_worker: Callable[[int], Worker] = lambda _rank: Worker(),
+    ) -> None:
+        """Workers start on this machine and meet at its loopback, if nothing else is said."""
+        self._rendezvous = rendezvous or Rendezvous()
+        self._start_worker = start_worker
         self._workers: list[Worker | None] = []
         self._world: tuple[int, str] | None = None
         self._worlds_started = 0
@@ -176,7 +191,7 @@ class Pool:
         ]
         self.replace(new)
         for rank in new:
-            self._workers[rank] = Worker()
+            self._workers[rank] = self._start_worker(rank)
         workers = [worker for worker in self._workers[:world] if worker is not None]
         if not self._await_entered(workers, new, _START_LIMIT):
             self.replace(new)
@@ -191,7 +206,14 @@ class Pool:
         self._worlds_started += 1
         for rank, worker in enumerate(workers):
             worker.send(
-                Enter(rank, len(workers), backend, self._rendezvous.port, str(self._worlds_started))
+                Enter(
+                    rank,
+                    len(workers),
+                    backend,
+                    self._rendezvous.address,
+                    self._rendezvous.port,
+                    str(self._worlds_started),
+                )
             )
         return self._await_entered(workers, range(len(workers)), _ENTER_LIMIT)
 

@@ -18,7 +18,7 @@ from allgrad.testing.serialization import deserialize, serialize
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["run_ranks"]
+__all__ = ["run_in", "run_ranks"]
 
 T = TypeVar("T")
 
@@ -47,19 +47,31 @@ def run_ranks(
     """
     if world < 1:
         raise InputError(f"run_ranks: a world has at least one rank, not {world}.")
+    with _lock:
+        return run_in(_pool(), fn, world, args, backend, timeout)
+
+
+def run_in(  # noqa: PLR0917
+    pool: Pool,
+    fn: Callable[..., T],
+    world: int,
+    args: tuple[Any, ...],
+    backend: str,
+    timeout: float,
+    grace: float = _GRACE,
+) -> list[T]:
+    """Run a function on the ranks of a pool. ``grace`` is for the others when one has failed."""
     pickled = serialize((fn, args), "run_ranks: the function or its arguments")
     call = Call(pickled, sys.path, str(Path.cwd()))
-    with _lock:
-        pool = _pool()
-        try:
-            workers = pool.enter(world, backend)
-            finished, failed = _collect(workers, call, timeout)
-        except BaseException:  # mostly an interrupt: the state of the ranks is unknown
-            pool.close()
-            raise
-        pool.replace(rank for rank, error in failed.items() if error.how != "raised")
-        if failed or _changed_world(finished):
-            pool.invalidate()
+    try:
+        workers = pool.enter(world, backend)
+        finished, failed = _collect(workers, call, timeout, grace)
+    except BaseException:  # mostly an interrupt: the state of the ranks is unknown
+        pool.close()
+        raise
+    pool.replace(rank for rank, error in failed.items() if error.how != "raised")
+    if failed or _changed_world(finished):
+        pool.invalidate()
     if all(error.how == "stuck" for error in failed.values()) and failed:
         raise RanksStuck(world, timeout, failed)
     if failed:
@@ -71,7 +83,7 @@ def run_ranks(
 
 
 def _collect(
-    workers: list[Worker], call: Call, timeout: float
+    workers: list[Worker], call: Call, timeout: float, grace: float
 ) -> tuple[dict[int, Finished], dict[int, RankError]]:
     """Run the call; return the ranks that finished and those that did not."""
     finished: dict[int, Finished] = {}
@@ -79,7 +91,7 @@ def _collect(
     waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
     for worker in workers:
         worker.send(call)
-    for limit in (timeout, _GRACE):
+    for limit in (timeout, grace):
         for rank in as_answered(waiting, limit):
             answer = workers[rank].receive()
             if isinstance(answer, Finished):

@@ -63,6 +63,7 @@ def _enter(message: Enter) -> tuple[world.World | None, Entered | RankError]:
             message.rank,
             message.world,
             backend=message.backend,
+            address=message.address,
             port=message.port,
             name=message.name,
         )

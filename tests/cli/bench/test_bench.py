@@ -1,5 +1,6 @@
 """The benchmark: correct results, correct figures, and a wrong result that is found."""
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -156,3 +157,29 @@ def test_the_command_measures(tmp_path):
     assert "forward + backward, 2 ranks" in " ".join(done.output.split())
     assert "linear by hand" in done.output
     assert len(json.loads(out.read_text())["cases"]) == 1
+
+
+def test_hosts_are_asked_for_where_they_can_be_made(monkeypatch):
+    monkeypatch.setattr(command, "why_no_hosts", lambda: "only root may make network namespaces")
+    found = CliRunner().invoke(app, ["bench", "--hosts", "2"])
+    assert found.exit_code == 2
+    assert "only root may make network namespaces" in " ".join(found.output.split())
+
+
+def test_ranks_are_those_of_the_hosts(monkeypatch):
+    seen = {}
+
+    def measured(chosen, *_, hosts, **__):
+        seen.update(worlds={case.world for case in chosen}, hosts=hosts)
+        return True
+
+    class Made(contextlib.nullcontext):
+        def __init__(self, hosts, *, ranks_per_host, rate):
+            super().__init__((hosts, ranks_per_host, rate))
+
+    monkeypatch.setattr(command, "why_no_hosts", lambda: "")
+    monkeypatch.setattr(command, "Hosts", Made)
+    monkeypatch.setattr(command, "measure", measured)
+    options = ["--hosts", "2", "--ranks-per-host", "3", "--link", "200mbit"]
+    assert CliRunner().invoke(app, ["bench", *options]).exit_code == 0
+    assert seen == {"worlds": {6}, "hosts": (2, 3, "200mbit")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from allgrad.cli.bench import cases, run, show
 from allgrad.errors import InputError
+from allgrad.testing import Hosts, HostsUnavailable, why_no_hosts
 
 if TYPE_CHECKING:
     from allgrad.cli.bench.cases import Case
@@ -49,6 +51,15 @@ def bench(
     memory: Annotated[
         bool, typer.Option(help="Measure peak memory at the largest size, in new processes.")
     ] = True,
+    hosts: Annotated[
+        int | None,
+        typer.Option(min=2, max=16, help="Number of hosts: network namespaces (Linux, root)."),
+    ] = None,
+    ranks_per_host: Annotated[int, typer.Option(min=1, max=8, help="Ranks on each host.")] = 4,
+    link: Annotated[
+        str | None,
+        typer.Option(help="Rate of each host's link, such as 200mbit.", show_default="unlimited"),
+    ] = None,
     quick: Annotated[
         bool, typer.Option(help="Small pieces, 2 ranks, few samples, no memory: about a minute.")
     ] = False,
@@ -58,20 +69,45 @@ def bench(
     """Measure the collectives beside raw torch.distributed and its differentiable versions."""
     if quick:
         ranks, sizes, repeats, memory = "2", "4KiB,256KiB", repeats or 9, False
+    if hosts is not None:
+        if why_no_hosts():
+            raise typer.BadParameter(
+                f"Hosts cannot be made here: {why_no_hosts()}.", param_hint="--hosts"
+            )
+        ranks, memory = str(hosts * ranks_per_host), False
     try:
         chosen = choose(ranks, sizes, only)
     except InputError as error:
         raise typer.BadParameter(str(error)) from error
-    if not measure(chosen, repeats, memory, json, png):
+    try:
+        with _hosts(hosts, ranks_per_host, link) as made:
+            correct = measure(chosen, repeats, memory, json=json, png=png, hosts=made)
+    except HostsUnavailable as error:
+        raise typer.BadParameter(str(error), param_hint="--link") from error
+    if not correct:
         raise typer.Exit(1)
 
 
+def _hosts(
+    hosts: int | None, ranks_per_host: int, link: str | None
+) -> contextlib.AbstractContextManager[Hosts | None]:
+    if hosts is None:
+        return contextlib.nullcontext()
+    return Hosts(hosts, ranks_per_host=ranks_per_host, rate=link)
+
+
 def measure(
-    chosen: list[Case], repeats: int | None, memory: bool, json: Path | None, png: Path | None
+    chosen: list[Case],
+    repeats: int | None,
+    memory: bool,
+    *,
+    json: Path | None,
+    png: Path | None,
+    hosts: Hosts | None = None,
 ) -> bool:
     """Measure, print, write, and tell whether allgrad's results were all correct."""
     console = Console()
-    about = run.machine()
+    about = run.machine(hosts)
     with Progress(
         TextColumn("{task.description:<44}"),
         BarColumn(),
@@ -90,7 +126,7 @@ def measure(
                 console.print(words)
 
         measured = []
-        for found in run.run(chosen, repeats, memory=memory, tell=tell):
+        for found in run.run(chosen, repeats, memory=memory, tell=tell, hosts=hosts):
             measured.append(found)
             if json is not None:  # after every case, so that an interrupted run keeps its results
                 show.write_json(json, about, measured)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from allgrad.cli.bench.cases import Case
+    from allgrad.testing import Hosts
 
 __all__ = ["Measured", "Spread", "Summary", "can_measure_memory", "machine", "run"]
 
@@ -88,12 +89,16 @@ def run(
     *,
     memory: bool,
     tell: Callable[[Case, str], None] = lambda *_: None,
+    hosts: Hosts | None = None,
 ) -> Iterator[Measured]:
-    """Measure the cases, one after another; ``tell`` is called before each step."""
+    """Measure the cases, one after another; ``tell`` is called before each step.
+
+    With ``hosts``, the ranks of every case run on them.
+    """
     largest = max((case.nbytes for case in cases), default=0)
     for case in cases:
         tell(case, "time")
-        found = _timed(case, repeats)
+        found = _timed(case, repeats, hosts)
         if memory and case.nbytes == largest and can_measure_memory():
             for name, summary in found.implementations.items():
                 tell(case, f"memory of {name}")
@@ -101,8 +106,9 @@ def run(
         yield found
 
 
-def machine() -> dict[str, Any]:
+def machine(hosts: Hosts | None = None) -> dict[str, Any]:
     """The machine and the versions, on which the results depend."""
+    layout = {} if hosts is None else {"hosts": len(hosts.names), "link": hosts.rate or "unlimited"}
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -110,6 +116,7 @@ def machine() -> dict[str, Any]:
         "load": os.getloadavg()[0],
         "backend": "gloo",
         "allocator": {k: v for k, v in os.environ.items() if k.startswith("MALLOC_")},
+        **layout,
     }
 
 
@@ -118,10 +125,13 @@ def can_measure_memory() -> bool:
     return Path("/proc/self/clear_refs").exists()
 
 
-def _timed(case: Case, repeats: int | None) -> Measured:
+def _timed(case: Case, repeats: int | None, hosts: Hosts | None) -> Measured:
     rounds = _rounds(case) if repeats is None else repeats
     calls = 100 if case.nbytes <= _TINY else 10 if case.nbytes * case.tensors <= _SMALL else 1
-    by_rank = run_ranks(measure_time, case.world, case, rounds, calls, timeout=_LIMIT)
+    if hosts is None:
+        by_rank = run_ranks(measure_time, case.world, case, rounds, calls, timeout=_LIMIT)
+    else:
+        by_rank = hosts.run(measure_time, case, rounds, calls, timeout=_LIMIT)
     results = {name: _slowest([times[name] for times in by_rank]) for name in by_rank[0]}
     return Measured(case, baseline_of(case), results)
 

@@ -1,0 +1,78 @@
+"""Questions to the store in which the ranks find each other, each with a time limit.
+
+The client of a store on another host waits for ever when nothing comes back, and holds a lock that
+all later questions need. So a question is asked on a thread of its own, and no second one is asked
+before the first is answered.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent import futures
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["StoreSilent", "ask", "describe"]
+
+T = TypeVar("T")
+
+_SECONDS = 1.5
+_SILENT = 3.5  # a question that is older than this gets no answer
+_lock = threading.Lock()
+
+
+class _Question(NamedTuple):
+    client: Any  # held, so that no other one gets its id
+    asked: float
+    answer: Future[Any]
+
+
+_unanswered: dict[int, _Question] = {}
+
+
+class StoreSilent(RuntimeError):
+    """The store did not answer in time."""
+
+
+def ask(store: Any, question: Callable[[], T], seconds: float = _SECONDS) -> T:
+    """The answer to a question about a store, or ``StoreSilent`` after so many seconds."""
+    client, until = _client(store), time.monotonic() + seconds
+    with _lock:
+        before = _unanswered.get(id(client))
+        if before is not None:
+            _wait(before.answer, min(until, before.asked + _SILENT))
+        answer: Future[T] = Future()
+        _unanswered[id(client)] = _Question(client, time.monotonic(), answer)
+    threading.Thread(target=_answer, args=(question, answer), daemon=True).start()
+    _wait(answer, until)
+    _unanswered.pop(id(client), None)
+    return answer.result()
+
+
+def _answer(question: Callable[[], T], answer: Future[T]) -> None:
+    try:
+        answer.set_result(question())
+    except BaseException as error:  # noqa: BLE001 - raised where the question was asked
+        answer.set_exception(error)
+
+
+def _wait(answer: Future[Any], until: float) -> None:
+    if not futures.wait([answer], max(0.0, until - time.monotonic())).done:
+        raise StoreSilent("the store does not answer")
+
+
+def describe(store: Any) -> str:
+    """``the store at ADDRESS``, where it has one."""
+    client = _client(store)
+    return f"the store at {client.host}:{client.port}" if hasattr(client, "port") else "the store"
+
+
+def _client(store: Any) -> Any:
+    """The client that speaks for a store and all its prefixes."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store

@@ -1,0 +1,131 @@
+"""Algorithms across hosts: exact, the same bits on every rank, and no byte crosses a link twice.
+
+``ALLGRAD_HOST`` puts the ranks of one machine on several hosts.
+"""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import allgrad as ag
+import reference
+from allgrad._wire import across_hosts, algorithms
+from allgrad._wire.groups import Backend, find_group
+from exactness import check_exact, pieces
+from traffic import Traffic
+
+OPERATIONS = [
+    operation
+    for operation, entries in algorithms.TABLE.items()
+    if any(entry.run.__module__ == across_hosts.__name__ for entry in entries)
+]
+LAYOUTS = ("aabb", "abab", "abbb", "abca")  # the host of each rank
+ROWS = (2, 0, 3, 1)
+
+
+def group_on(layout):
+    """A group whose ranks are on these hosts."""
+    before = os.environ.get("ALLGRAD_HOST")
+    os.environ["ALLGRAD_HOST"] = layout[dist.get_rank()]
+    try:
+        group = dist.new_group()
+        ag.all_reduce(torch.ones(1), group=group)
+    finally:
+        os.environ.pop("ALLGRAD_HOST")
+        if before is not None:
+            os.environ["ALLGRAD_HOST"] = before
+    assert len(find_group("test", group).topology.hosts) == len(set(layout))
+    return group
+
+
+def forced():
+    return algorithms.using(**dict.fromkeys(OPERATIONS, "across_hosts"))
+
+
+CALLS = {
+    "all_gather": (
+        ROWS,
+        lambda x, g: ag.all_gather(x, sizes=ROWS, group=g),
+        reference.all_gather,
+    ),
+    "reduce_scatter": (
+        (6,) * 4,
+        lambda x, g: ag.reduce_scatter(x, sizes=ROWS, group=g),
+        lambda xs: reference.reduce_scatter(xs, sizes=list(ROWS)),
+    ),
+    "all_reduce": ((5,) * 4, lambda x, g: ag.all_reduce(x, group=g), reference.all_reduce),
+    "broadcast": (
+        (5,) * 4,
+        lambda x, g: ag.broadcast(x, 1, group=g),
+        lambda xs: reference.broadcast(xs, 1),
+    ),
+    "reduce": (
+        (5,) * 4,
+        lambda x, g: ag.reduce(x, 1, group=g),
+        lambda xs: reference.reduce(xs, 1),
+    ),
+}
+
+
+def test_every_algorithm_across_hosts_is_tested():
+    assert sorted(CALLS) == sorted(OPERATIONS)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_and_gradients_are_exact(layout):
+    group = group_on(layout)
+    for rows, call, wanted in CALLS.values():
+        with forced():
+            check_exact(lambda x, call=call: call(x, group), wanted, pieces([(n, 3) for n in rows]))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sum_has_the_same_bits_on_every_rank(rank, layout):
+    group = group_on(layout)
+    x = torch.randn(70_001, generator=torch.Generator().manual_seed(rank))
+    with forced():
+        found = ag.all_reduce(x, group=group)
+    everyone = ag.all_gather(found.view(torch.int32).unsqueeze(0))
+    assert (everyone == everyone[0]).all()
+
+
+PIECE = 64 * 1024  # elements: more than the limits for flat algorithms
+# How many pieces leave host a: what its ranks hold, or their sums, once for every other host.
+CROSSING = {
+    "all_gather": (lambda x, g: ag.all_gather(x, sizes="equal", group=g), 2),
+    "reduce_scatter": (lambda x, g: ag.reduce_scatter(x, sizes="equal", group=g), 0.5),
+    "all_reduce": (lambda x, g: ag.all_reduce(x, group=g), 1),
+    "broadcast": (lambda x, g: ag.broadcast(x, 1, group=g), 1),
+    "reduce": (lambda x, g: ag.reduce(x, 2, group=g), 1),
+}
+
+
+@pytest.mark.ranks(4)
+def test_every_byte_leaves_a_host_once(rank):
+    group = group_on("aabb")
+    x = torch.ones(PIECE, requires_grad=True)
+    for name, (call, expected) in CROSSING.items():
+        with Traffic() as traffic:
+            call(x, group)
+        leaving = sum(traffic.sent_to[peer] for peer in (2, 3)) if rank < 2 else 0
+        assert ag.all_reduce(torch.tensor(leaving)).item() == expected * x.nbytes, name
+
+
+@pytest.mark.ranks(4)
+def test_costs_are_what_the_busiest_rank_moves(rank):
+    group = group_on("aabb")
+    topology = find_group("test", group).topology
+    x = torch.ones(PIECE)
+    for name, (call, _) in CROSSING.items():
+        with Traffic() as traffic:
+            call(x, group)
+        moved = ag.all_reduce(torch.tensor(traffic.sent + traffic.received), "max").item()
+        piece = x.nbytes // 4 if name == "reduce_scatter" else x.nbytes
+        about = name, Backend.GLOO, True, 4, piece, 4 * piece, True, True, topology
+        chosen = algorithms.choose(algorithms.Situation(*about))
+        assert chosen.name == "across_hosts"
+        assert chosen.cost(algorithms.Situation(*about)).nbytes == pytest.approx(moved), name
