@@ -105,4 +105,5 @@ def global_mean(
     sums = torch.stack([(weight * losses).sum(), weight.sum()])
     grad: Literal["sum", "same"] = "sum" if grad_reduction == "mean" else "same"
     total, weight = all_reduce(sums, group=group, grad=grad)
-    return total / weight
+    mean: Tensor = total / weight
+    return mean
