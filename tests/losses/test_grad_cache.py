@@ -222,12 +222,20 @@ def test_statistics_of_batch_norm_move_once(rank, world):
     torch.testing.assert_close(model.norm.running_var, plain.norm.running_var, **NEAR)
 
 
+class WithVectorScale(Towers):
+    """FSDP shards no parameter without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor([1.5], dtype=torch.float64))
+
+
 @pytest.mark.ranks(3)
 def test_unequal_numbers_of_micro_batches_under_fsdp(rank, world):
-    alone = Towers()
+    alone = WithVectorScale()
     want = reference.clip(*alone(joined([b for r in range(world) for b in pairs(COUNTS[r], r)])))
     want.backward()
-    model = Towers()
+    model = WithVectorScale()
     mesh = init_device_mesh("cpu", (world,))
     for layer in (model.image, model.text):
         fully_shard(layer, mesh=mesh)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,7 +71,7 @@ def check_number(name: str, x: Tensor | float | None) -> None:
     if isinstance(x, Tensor):
         good = x.dtype in _FLOATING and x.numel() == 1 and bool(x.isfinite().all())
     else:
-        good = isinstance(x, Real) and math.isfinite(x)
+        good = isinstance(x, (int, float)) and math.isfinite(x)
     require(
         good,
         InputError,

@@ -56,7 +56,8 @@ class _Recomputed(torch.autograd.Function):
             def by_needed(*moved: Tensor) -> tuple[Tensor, ...]:
                 rest = iter(moved)
                 merged = (next(rest) if n else x for x, n in zip(xs, needed, strict=True))
-                return function(*merged)
+                outputs: tuple[Tensor, ...] = function(*merged)
+                return outputs
 
             moved = [x for x, n in zip(xs, needed, strict=True) if n]
             return _vjp(by_needed, moved, cotangents)
@@ -73,9 +74,9 @@ class _Recomputed(torch.autograd.Function):
         )
         # Forward mode does not nest. The gradient is linear in the cotangents, and the derivative
         # by them is the forward one.
-        value, pull = torch.func.vjp(ctx.function, *inputs)
+        value, pull = torch.func.vjp(ctx.function, *inputs)[:2]
         zeros = tuple(torch.zeros_like(y) for y in value)
-        _, push = torch.func.vjp(lambda *cotangents: pull(cotangents), *zeros)
+        push = torch.func.vjp(lambda *cotangents: pull(cotangents), *zeros)[1]
         found: tuple[Tensor, ...] = push(moved)
         return found
 

@@ -187,7 +187,8 @@ def _maxsim(queries: _Samples, documents: _Samples, q: Tensor, d: Tensor) -> Ten
     else:
         best = torch.where(real, products, MASKED).amax(2)
     scores = best.new_zeros(len(queries.lengths), best.shape[1])
-    return scores.index_add(0, queries.owners(), best)
+    added: Tensor = scores.index_add(0, queries.owners(), best)
+    return added
 
 
 def _pack(name: str, x: Tensor | Sequence[Tensor], mask: Tensor | None) -> _Samples:

@@ -114,15 +114,15 @@ class _Words(NamedTuple):
     """The words of this rank in the joined vocabulary."""
 
     first: int
-    count: int
+    own: int
     total: int
 
     def indices(self, targets: Tensor, counted: Tensor) -> Tensor:
         """Each target's row in this rank's weight, or -1 if another rank has it or it is ignored."""
-        own = (targets >= self.first) & (targets < self.first + self.count) & counted
+        here = (targets >= self.first) & (targets < self.first + self.own) & counted
         known = (targets >= 0) & (targets < self.total) | ~counted
         # A target out of range is out of range in the lookup too, which notices it without a wait.
-        return torch.where(own, targets - self.first, torch.where(known, -1, self.count)).long()
+        return torch.where(here, targets - self.first, torch.where(known, -1, self.own)).long()
 
 
 def _sums_of_own_words(
