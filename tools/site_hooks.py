@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src" / "allgrad"
 _BLOCK = re.compile(
     r'(?:<div class="[^"]*highlight[^"]*">)?<pre[^>]*>(.*?)</pre>(?:</div>)?', re.DOTALL
 )
@@ -31,12 +32,45 @@ COPIED = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"} 
     "security.md": "SECURITY.md"
 }
 
+# Commands, what allgrad itself exports, and what only commands use.
+INTERNAL = {"cli", "collectives", "report"}
+# Packages whose modules are named by their users.
+BY_MODULE = {"compat", "integrations"}
+
+
+def made_pages() -> dict[str, str]:
+    """The pages that have no file in docs/."""
+    made = {page: site_links((ROOT / source).read_text()) for page, source in COPIED.items()}
+    if examples():
+        made["gallery.md"] = gallery()
+    return made | {f"reference/{name}.md": reference(name) for name in public_packages()}
+
+
+def public_packages() -> list[str]:
+    """The packages and modules of allgrad that users import."""
+    names = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    return sorted(name for name in names - INTERNAL if not name.startswith("_"))
+
+
+def reference(name: str) -> str:
+    """The page of a package: what it exports, and its modules where users name those."""
+    parts = [f"# allgrad.{name}\n\n::: allgrad.{name}\n"]
+    if name in BY_MODULE:
+        for path in sorted((SOURCE / name).glob("[!_]*.py")):
+            whole = f"allgrad.{name}.{path.stem}"
+            parts.append(f"## {whole}\n\n::: {whole}\n    options: {{heading_level: 3}}\n")
+    return "\n".join(parts)
+
 
 def on_config(config: Any) -> Any:
-    """Leave out of the navigation what is not there."""
-    made = {*COPIED, *(["gallery.md"] if examples() else [])}
+    """Leave out of the navigation what is not there, and add packages that it does not name."""
+    made = set(made_pages())
     there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     config["nav"] = _existing(config["nav"], there | made)
+    (section,) = [entry["Reference"] for entry in config["nav"] if "Reference" in entry]
+    for page in sorted(made):
+        if page.startswith("reference/") and page not in str(section):
+            section.append({f"allgrad.{Path(page).stem}": page})
     return config
 
 
@@ -52,10 +86,8 @@ def _existing(nav: Any, there: set[str]) -> Any:
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that have no file in docs/."""
-    for page, source in COPIED.items():
-        files.append(File.generated(config, page, content=site_links((ROOT / source).read_text())))
-    if examples():
-        files.append(File.generated(config, "gallery.md", content=gallery()))
+    for page, content in made_pages().items():
+        files.append(File.generated(config, page, content=content))
     return files
 
 
@@ -74,9 +106,7 @@ def examples() -> list[Path]:
 
 def gallery() -> str:
     """A section for each program of examples/: its docstring and its source."""
-    parts = [
-        "# Gallery\n\nThe programs of `examples/`. Each runs as it is, and the tests run it.\n"
-    ]
+    parts = ["# Gallery\n\nThe programs of `examples/`. Each runs as it is, on ranks or alone.\n"]
     for path in examples():
         source = path.read_text()
         title, _, about = (ast.get_docstring(ast.parse(source)) or path.stem).partition("\n")
