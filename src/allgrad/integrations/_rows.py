@@ -113,7 +113,8 @@ class RowGather:
             if not with_backward:
                 loss, weight = calculate_loss(reps, *args, **kwargs), self.weight
             else:
-                self._joined = joined = []
+                joined: list[tuple[Tensor, Tensor]] = []
+                self._joined = joined
                 try:
                     loss = calculate_loss(reps, *args, with_backward=True, **kwargs)
                 finally:

@@ -37,4 +37,4 @@ def gather_all_tensors(result: Tensor, group: GroupLike = None) -> list[Tensor]:
     shapes = all_gather(shape, sizes=counts, group=group, grad="none").split(counts)
     sizes = [int(shape.prod()) for shape in shapes]
     joined = all_gather(result.reshape(-1), sizes=sizes, group=group)
-    return [x.view(*s.tolist()) for x, s in zip(joined.split(sizes), shapes, strict=True)]
+    return [x.view(s.tolist()) for x, s in zip(joined.split(sizes), shapes, strict=True)]
