@@ -21,7 +21,7 @@ __all__ = ["Counts"]
 
 _SLOWEST = 10
 _LATE = 100_000  # ns: less is noise
-_OFTEN, _MORE = 0.25, 1.5
+_FEW, _OFTEN, _MORE = 10, 0.25, 1.5
 
 
 class Counts:
@@ -128,7 +128,8 @@ class Counts:
             self.by_rank[rank].lateness = int(lateness.mean()) if len(lateness) else 0
         fair = sum(one.caused for one in self.by_rank.values()) / max(1, len(self.by_rank))
         for one in self.by_rank.values():
-            one.slow = one.late >= _OFTEN * max(1, one.matched) and one.caused > _MORE * fair
+            often = one.matched >= _FEW and one.late >= _OFTEN * one.matched
+            one.slow = often and one.caused > _MORE * fair
         return [self.by_rank[rank] for rank in sorted(self.by_rank)]
 
     def lines(self) -> list[Line]:

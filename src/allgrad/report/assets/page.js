@@ -195,7 +195,8 @@ function drawLane(to, lane, top, height, from, until, left, width) {
     if (right <= drawnTo && importance <= drawnRank) continue; // hidden behind what is there
     drawnTo = Math.max(right, x + 1);
     drawnRank = importance;
-    const middle = Math.min(right, left + (start + lane.waits[at] - from) / perPixel);
+    const waited = bad ? 0 : lane.waits[at];
+    const middle = Math.min(right, left + (start + waited - from) / perPixel);
     to.globalAlpha = seen ? 1 : 0.13;
     const color = bad ? colors.bad : kind.backward ? colors.backward : colors.forward;
     if (middle > x) {
@@ -211,7 +212,7 @@ function drawLane(to, lane, top, height, from, until, left, width) {
       to.beginPath();
       to.rect(x, top, right - x - 4, height);
       to.clip();
-      to.fillStyle = middle - x > (right - x) / 2 && !bad ? colors.ink : colors.card;
+      to.fillStyle = middle - x > 30 ? colors.ink : colors.card;
       to.fillText(kind.call, x + 6, top + height / 2 + 1);
       to.restore();
     }
