@@ -318,8 +318,8 @@ def gather_dense_own_rows(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
 
 
 CPU_IMPLEMENTATIONS = {
-    "allgrad": clip_loss,
-    "allgrad, ring": partial(clip_loss, ring=True),
+    "allgrad": partial(clip_loss, sizes="equal"),
+    "allgrad, ring": partial(clip_loss, sizes="equal", ring=True),
     "gather + dense": gather_dense,
     "gather + dense, own rows": gather_dense_own_rows,
 }
@@ -375,7 +375,7 @@ def on_cpu(ranks: int, pairs: int, width: int, repeats: int) -> None:
     for name, (times, memory) in found.items():
         took = statistics.median(times)
         print(
-            f"  {name:<26} {1e3 * took:8.0f} ms ({1e3 * min(times):.0f} - {1e3 * max(times):.0f})"
+            f"  {name:<26} {1e3 * took:8.2f} ms ({1e3 * min(times):.2f} - {1e3 * max(times):.2f})"
             f"   {took / own:5.2f} x allgrad   {memory / MIB:7.0f} MiB extra"
             f"   {memory / own_memory:5.1f} x allgrad"
         )

@@ -68,18 +68,18 @@ def check(rank, world, name, kind, ask="grad", grad_reduction="mean", **more):
         torch.testing.assert_close(x, y, **TIGHT)
 
 
-@pytest.mark.parametrize("kind", ["ragged", "empty"])
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_gradient_of_a_penalty_on_the_gradient(rank, world, kind):
+def test_gradient_of_a_penalty_on_the_gradient(rank, world):
     for name in LOSSES:
-        check(rank, world, name, kind, grad_reduction="sum" if kind == "empty" else "mean")
+        check(rank, world, name, "ragged")
+        check(rank, world, name, "empty", grad_reduction="sum")
 
 
-@pytest.mark.parametrize("ask", ASK)
 @pytest.mark.ranks(2)
-def test_every_way_of_asking(rank, world, ask):
+def test_every_way_of_asking(rank, world):
     for name in LOSSES:
-        check(rank, world, name, "ragged", ask)
+        for ask in ASK:
+            check(rank, world, name, "ragged", ask)
 
 
 @pytest.mark.ranks(3)
@@ -118,7 +118,8 @@ def test_ranks_that_weigh_the_loss_differently(rank, world):
 @pytest.mark.parametrize("ask", ASK)
 @pytest.mark.ranks(2)
 def test_third_derivative_is_refused(rank, world, ask):
-    for name, (loss, _, options) in LOSSES.items():
+    for name in ("clip", "siglip", "info_nce, negatives"):
+        loss, _, options = LOSSES[name]
         for number, x in enumerate(batch(name, PAIRS["ragged"][:world], rank)):
             given = batch(name, PAIRS["ragged"][:world], rank)
             w = torch.ones((), dtype=torch.float64, requires_grad=True)  # upstream of one input

@@ -11,8 +11,9 @@ This is what is differentiated here. By ``t`` its derivative is ``gain w``, by a
     softmax along columns    p (gain t - mean of gain t along the column)
     sigmoid                  gain p (1 - p) t
 
-with ``p`` the probability, which also weighs the means. The means take one pass over the scores, the
-gradients a second one. The keys are gathered, also where the first derivatives use a ring.
+with ``p`` the probability, which also weighs the means. The sums of a softmax, the means and the
+gradients take one pass over the scores each. The keys are gathered, also where the first derivatives
+use a ring.
 """
 
 from __future__ import annotations

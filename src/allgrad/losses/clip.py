@@ -35,16 +35,17 @@ def clip_loss(
 
     Every rank gets the loss of the joined batch. Gradient: exactly the gradient of that loss, once
     the ranks' gradients are averaged (``grad_reduction="mean"``: DDP, FSDP) or summed (``"sum"``).
-    It has first derivatives only.
+    It has first and second derivatives.
 
     ``sizes`` are the numbers of pairs by rank. If None, one small message exchanges them, and a
     mistake of one rank raises on all. The texts are gathered, or passed around a ring of ranks if
     they and the accumulators of their gradients would take more than ``budget`` bytes.
     ``ring=True`` or ``ring=False`` overrides this choice.
 
-    Cost: each score is computed by one rank, once in forward and once in backward, and only one
-    tile of scores exists at a time. Forward sends the texts and one number for each text, backward
-    sends the gradients of the texts.
+    Cost: each score is computed by one rank, once if the scores of a rank are few, otherwise once
+    in forward and once in backward with only one tile of scores at a time. A step makes three
+    collective calls: the texts; one number for each text from each rank, with the loss; the
+    gradients of the texts, with the ranks' weights of the loss.
     """
     return global_loss(
         "clip_loss",

@@ -36,8 +36,8 @@ def siglip_loss(
     Every rank gets the loss of the joined batch: the sum over texts, averaged over images. Gradient
     and arguments: see ``clip_loss``.
 
-    Cost: each score is computed once, by one rank. Forward computes the gradient in the same pass,
-    and backward only multiplies it.
+    Cost: each score is computed once, by one rank. Where scores are not kept, forward computes the
+    gradient in the same pass, and backward only multiplies it. Three collective calls a step.
     """
     return global_loss(
         "siglip_loss",
