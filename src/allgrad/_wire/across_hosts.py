@@ -163,7 +163,15 @@ def reduce(call: Call, x: Tensor, dst: int) -> Tensor:
 
 
 def _all_reduce_among(call: Call, x: Tensor, ranks: tuple[int, ...]) -> None:
-    """Replace ``x`` by its sum over these ranks: each adds up one chunk and sends it to the others."""
+    """Replace ``x`` by its sum over these ranks: each adds up one chunk and sends it to the others.
+
+    Two ranks exchange the whole, in one step, and add it in the same order.
+    """
+    if len(ranks) == 2:
+        other, peer = torch.empty_like(x), ranks[call.rank == ranks[0]]
+        _wait(call, _start(call, [(x, peer)], [(other, peer)]))
+        torch.add(*((x, other) if call.rank == ranks[0] else (other, x)), out=x)
+        return
     chunks = dict(zip(ranks, _even_chunks(x, len(ranks)), strict=True))
     own = _reduce_own_block(call, chunks, chunks[call.rank])
     after, before = _around(ranks, call.rank)

@@ -163,7 +163,7 @@ def test_hosts_are_asked_for_where_they_can_be_made(monkeypatch):
     monkeypatch.setattr(command, "why_no_hosts", lambda: "only root may make network namespaces")
     found = CliRunner().invoke(app, ["bench", "--hosts", "2"])
     assert found.exit_code == 2
-    assert "only root may make network namespaces" in " ".join(found.output.split())
+    assert "only root" in found.output
 
 
 def test_ranks_are_those_of_the_hosts(monkeypatch):
