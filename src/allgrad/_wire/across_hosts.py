@@ -55,9 +55,9 @@ def all_gather(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
     works += _start(call, (), inside)
     blocks[call.rank].copy_(x)
     for rank, arrival in coming.items():
-        _wait(call, arrival)
+        _wait(call, out, arrival)
         works += _start(call, [(blocks[rank], peer) for peer in after], ())
-    _wait(call, works)
+    _wait(call, out, works)
     return out
 
 
@@ -79,16 +79,16 @@ def reduce_scatter(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
             works += _start(call, _in_chunks(sends), ())
             continue
         target = turns[call.rank][turn]
-        sums.append(_add_received(call, blocks[target], before, sends))
+        sums.append(_add_received(call, x, blocks[target], before, sends))
         if target != call.rank:
             works += _start(call, [(sums[-1], target)], ())
     out = sums[-1]
     carriers = _carriers(topology, call.rank)
     received = out.new_empty((len(carriers), *out.shape)).unbind()
-    _wait(call, _start(call, (), list(zip(received, carriers, strict=True))))
+    _wait(call, x, _start(call, (), list(zip(received, carriers, strict=True))))
     for term in received:
         out += term
-    _wait(call, works)
+    _wait(call, x, works)
     return out
 
 
@@ -104,13 +104,13 @@ def all_reduce(call: Call, x: Tensor, scratch: bool = False) -> Tensor:
     lengths = even(x.numel(), carriers) + (0,) * (len(local) - carriers)
     sums = dict(zip(local, out.view(-1).split(lengths), strict=True))
     terms = dict(zip(local, x.view(-1).split(lengths), strict=True))
-    own = _reduce_own_block(call, terms, sums[call.rank])
+    own = _reduce_own_block(call, x, terms, sums[call.rank])
     if own.numel() and len(hosts) > 1:
         at = local.index(call.rank)
-        _all_reduce_among(call, own, tuple(ranks[at] for ranks in hosts))
+        _all_reduce_among(call, x, own, tuple(ranks[at] for ranks in hosts))
     after, before = _around(local, call.rank)
     sends, recvs = [(own, rank) for rank in after], [(sums[rank], rank) for rank in before]
-    _wait(call, _start(call, sends, recvs))
+    _wait(call, x, _start(call, sends, recvs))
     return out
 
 
@@ -124,15 +124,15 @@ def broadcast(call: Call, x: Tensor, src: int) -> Tensor:
             for ranks in groups
             for transfer in zip(_even_chunks(x, len(ranks)), ranks, strict=True)
         ]
-        _wait(call, _start(call, sends, ()))
+        _wait(call, x, _start(call, sends, ()))
         return out
     receivers = tuple(rank for rank in _local_ranks(call) if rank != src)
     chunks = dict(zip(receivers, _even_chunks(out, len(receivers)), strict=True))
     own = chunks.pop(call.rank)
     works = _start(call, (), [(chunk, rank) for rank, chunk in chunks.items()])
-    _wait(call, _start(call, (), [(own, src)]))
-    _wait(call, _start(call, [(own, rank) for rank in chunks], ()))
-    _wait(call, works)
+    _wait(call, x, _start(call, (), [(own, src)]))
+    _wait(call, x, _start(call, [(own, rank) for rank in chunks], ()))
+    _wait(call, x, works)
     return out
 
 
@@ -141,9 +141,9 @@ def reduce(call: Call, x: Tensor, dst: int) -> Tensor:
     if call.rank != dst:
         owners = tuple(rank for rank in _local_ranks(call) if rank != dst)
         blocks = dict(zip(owners, _even_chunks(x, len(owners)), strict=True))
-        works = _start(call, [(_reduce_own_block(call, blocks), dst)], ())
+        works = _start(call, [(_reduce_own_block(call, x, blocks), dst)], ())
         zeros = torch.zeros_like(x)
-        _wait(call, works)
+        _wait(call, x, works)
         return zeros
     groups = _without(find_topology(call), dst)
     sums = x.new_empty((len(groups), *x.shape)).unbind()
@@ -152,7 +152,7 @@ def reduce(call: Call, x: Tensor, dst: int) -> Tensor:
         for ranks, total in zip(groups, sums, strict=True)
         for transfer in zip(_even_chunks(total, len(ranks)), ranks, strict=True)
     ]
-    _wait(call, _start(call, (), recvs))
+    _wait(call, x, _start(call, (), recvs))
     out = x.clone()
     for total in sums:
         out += total
@@ -162,21 +162,21 @@ def reduce(call: Call, x: Tensor, dst: int) -> Tensor:
 # ---- what they share -------------------------------------------------------------------------
 
 
-def _all_reduce_among(call: Call, x: Tensor, ranks: tuple[int, ...]) -> None:
+def _all_reduce_among(call: Call, alike: Tensor, x: Tensor, ranks: tuple[int, ...]) -> None:
     """Replace ``x`` by its sum over these ranks: each adds up one chunk and sends it to the others.
 
     Two ranks exchange the whole, in one step, and add it in the same order.
     """
     if len(ranks) == 2:
         other, peer = torch.empty_like(x), ranks[call.rank == ranks[0]]
-        _wait(call, _start(call, [(x, peer)], [(other, peer)]))
+        _wait(call, alike, _start(call, [(x, peer)], [(other, peer)]))
         torch.add(*((x, other) if call.rank == ranks[0] else (other, x)), out=x)
         return
     chunks = dict(zip(ranks, _even_chunks(x, len(ranks)), strict=True))
-    own = _reduce_own_block(call, chunks, chunks[call.rank])
+    own = _reduce_own_block(call, alike, chunks, chunks[call.rank])
     after, before = _around(ranks, call.rank)
     sends, recvs = [(own, rank) for rank in after], [(chunks[rank], rank) for rank in before]
-    _wait(call, _start(call, sends, recvs))
+    _wait(call, alike, _start(call, sends, recvs))
 
 
 def _local_ranks(call: Call) -> tuple[int, ...]:
