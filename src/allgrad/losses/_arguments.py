@@ -48,7 +48,7 @@ def global_loss(
     The names in ``features`` and ``scalars`` are those of the public function, for error messages.
     """
     compute = _between_graphs if torch.compiler.is_compiling() else _global_loss
-    return compute(
+    loss: Tensor = compute(
         name,
         kind,
         features,
@@ -60,6 +60,7 @@ def global_loss(
         ring=ring,
         budget=budget,
     )
+    return loss
 
 
 def _global_loss(
@@ -108,10 +109,8 @@ def _global_loss(
     return contrastive_loss(config, q, k, scale, others[0] if others else None)
 
 
-@torch.compiler.disable
-def _between_graphs(*args: Any, **options: Any) -> Tensor:
-    """Under torch.compile, a graph break: the loss runs eagerly."""
-    return _global_loss(*args, **options)
+# Under torch.compile, a graph break: the loss runs eagerly.
+_between_graphs: Any = torch.compiler.disable(_global_loss)
 
 
 def _as_tensor(x: Tensor | float | None) -> Tensor | None:

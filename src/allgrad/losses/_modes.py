@@ -121,8 +121,8 @@ class _FirstGradients(_Mode):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:  # noqa: ARG004
-        ctx.config, _, _, *inputs = inputs
-        ctx.save_for_backward(*inputs)
+        ctx.config, _, _, *tensors = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *direction: Tensor | None) -> Gradients:

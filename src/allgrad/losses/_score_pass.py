@@ -85,8 +85,9 @@ class ScorePass:
             tiles = self._tiles(block)
             block_row_lse, block_column_lse = tiles.lse(config.kind)
             self.states[block.step] = tiles.state
-            first = negatives is None
-            negatives = block_row_lse if first else torch.logaddexp(negatives, block_row_lse)
+            if negatives is not None:
+                block_row_lse = torch.logaddexp(negatives, block_row_lse)
+            negatives = block_row_lse
             if column_lse is not None and block_column_lse is not None:
                 if self.keys.count == 1:
                     column_lse = block_column_lse

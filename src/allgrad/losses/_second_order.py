@@ -110,7 +110,7 @@ class _Tile(NamedTuple):
     dots: Tensor
     dot_change: Tensor  # the derivative of the dot products along the direction
     t: Tensor
-    by_row: Tensor | None  # probabilities; the sigmoid has one kind, here
+    by_row: Tensor  # probabilities; the sigmoid has one kind, here
     by_column: Tensor | None
     w: Tensor
 
