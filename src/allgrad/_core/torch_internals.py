@@ -158,7 +158,7 @@ is_view = torch.Tensor._is_view
 
 def node_class(function: type[torch.autograd.Function]) -> type:
     """The class of the nodes of an autograd.Function."""
-    found: type = function._backward_cls  # type: ignore[attr-defined]
+    found: type = function._backward_cls
     return found
 
 
