@@ -81,7 +81,7 @@ def _environment(folder: Path, extra: str, torch: str, python: str) -> Path:
 
 
 def _print_rows(libraries: list[str]) -> None:
-    sys.path.insert(0, str(TESTS))
+    sys.path[0] = str(TESTS)  # in place of this folder, where this file is also named integrations
     os.chdir(ROOT)
     for library in libraries:
         module = __import__(f"integrations.test_{library}", fromlist=["COMPARISONS"])
