@@ -362,8 +362,8 @@ def _start(call: Call, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> 
     try:
         if not (deadline.STATE.no_deadline and call.group.registered):
             deadline.prepare(call)
-            if watchdog.STATE.thread is None:
-                watchdog.start()
+        if watchdog.STATE.thread is None:
+            watchdog.start()
         for x, peer in sends:
             if x.numel():
                 sending.append(process_group.send([x], peer, _tag(x)))
