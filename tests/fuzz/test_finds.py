@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import allgrad as ag
@@ -65,6 +66,24 @@ def test_handles_waited_in_another_order(lockstep):
     """The same calls in the same order, waited for in another order on one rank."""
     found = run_ranks(waited_in_another_order, 2, lockstep, timeout=20)
     assert [[g.tolist() for g in by_rank] for by_rank in found] == [[[2.0] * 2, [20.0] * 2]] * 2
+
+
+def handle_of_a_subgroup():
+    group = dist.new_group([1, 2])
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    handle = ag.share(x, async_op=True)
+    if dist.get_rank():
+        ag.reduce(x, group=group, async_op=True).wait()
+    y = ag.reduce_scatter(x, sizes=(1, 1, 0))
+    ((dist.get_rank() + 1) * handle.wait().sum() + 10 * y.sum()).backward()
+    return x.grad
+
+
+@pytest.mark.timeout(60)
+def test_handles_of_a_subgroup_leave_others_where_they_are():
+    """Ranks of a subgroup wait for a call of it; a call of the world that was started before does not move."""
+    found = run_ranks(handle_of_a_subgroup, 3, timeout=20)
+    assert [g.tolist() for g in found] == [[16.0, 16.0]] * 3
 
 
 def nest_without_grad():

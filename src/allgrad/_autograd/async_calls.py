@@ -24,7 +24,7 @@ from allgrad._core.torch_internals import is_batched_gradient
 from allgrad.errors import ModeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, MutableMapping, Sequence
     from concurrent.futures import Future
 
     from torch import Tensor
@@ -107,7 +107,7 @@ def start(
         return Handle(pending.wait)
     ticket = _Start.apply(pending, transforms.ANCHOR, *xs)  # type: ignore[no-untyped-call]
 
-    started = _started()
+    started = _started(pair)
 
     def finish() -> tuple[Tensor, ...]:
         _finish_before(handle, started)
@@ -135,12 +135,23 @@ def _finished(pending: PendingCall, ticket: Tensor) -> tuple[Tensor, ...]:
 _THREAD = threading.local()
 
 
-def _started() -> list[weakref.ref[Handle[tuple[Tensor, ...]]]]:
-    """The differentiable calls of this thread that nobody has waited for yet, the oldest first."""
+class _NoGroup:
+    """Stands for the group of pairs that send nothing."""
+
+
+_NO_GROUP = _NoGroup()
+
+
+def _started(pair: AdjointPair) -> list[weakref.ref[Handle[tuple[Tensor, ...]]]]:
+    """The differentiable calls of this thread that nobody has waited for yet, the oldest first.
+
+    Those of one group: other ranks may not be in the pair's group, and do not wait for its calls
+    (test_handles_of_a_subgroup_leave_others_where_they_are).
+    """
     if not hasattr(_THREAD, "started"):
-        _THREAD.started = []
-    found: list[weakref.ref[Handle[tuple[Tensor, ...]]]] = _THREAD.started
-    return found
+        _THREAD.started = weakref.WeakKeyDictionary()
+    by_group: MutableMapping[Any, list[weakref.ref[Handle[tuple[Tensor, ...]]]]] = _THREAD.started
+    return by_group.setdefault(_NO_GROUP if pair.call is None else pair.call.group, [])
 
 
 def _finish_before(
