@@ -13,8 +13,11 @@ EXAMPLES = sorted(FOLDER.glob("*.py"))
 
 
 def missing(path):
-    names = re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
-    return [name for name in names if importlib.util.find_spec(name) is None]
+    text = path.read_text()
+    names = re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)
+    adapted = re.findall(r"^from allgrad\.integrations\.(\w+)", text, re.MULTILINE)
+    names += ["colpali_engine" if name == "colpali" else name for name in adapted]
+    return [name for name in dict.fromkeys(names) if importlib.util.find_spec(name) is None]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

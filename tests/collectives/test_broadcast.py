@@ -26,6 +26,7 @@ def broadcast_exactly(group, grad, dtype):
             )
 
 
+@pytest.mark.one_in(2)
 @everywhere
 @pytest.mark.parametrize("grad", ["sum", "same"])
 def test_broadcast_is_exact(where, grad):

@@ -82,6 +82,7 @@ def scatter_exactly(group, dtype):
                 )
 
 
+@pytest.mark.one_in(2)
 @everywhere
 def test_scatter_is_exact(where):
     on(where, scatter_exactly, torch.float64)

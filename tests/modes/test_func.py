@@ -14,13 +14,14 @@ from exactness import random, same
 LINEAR = [name for name, call in CALLS.items() if call.kind in {"each", "alike"}]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_mode_is_exact(rank, world, name):
     check_every_mode(rank, world, name)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("name", ON_THREE_RANKS)
 def test_every_mode_is_exact_on_three_ranks(rank, world, name):

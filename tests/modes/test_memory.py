@@ -29,7 +29,7 @@ def saved_by(run):
     return saved
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     "name", [n for n in CALLS if not any(op in n for op in NONLINEAR) and "mean" not in n]
@@ -100,7 +100,7 @@ def gone(watched):
     return [ref() for ref in watched] == [None] * len(watched)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", CALLS)
 def test_no_cycle_keeps_a_tensor_alive(rank, world, name):

@@ -282,6 +282,7 @@ def test_other_arguments_raise_on_all(rank):
     raises_everywhere(GroupError, lambda: sync(x, 3 if rank == 1 else 0), "src=3", "rank 0: ready")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("bad", [0, -1, "8", None, True, float("nan"), float("inf")])
 def test_bucket_size_must_be_a_size(bad):
@@ -298,6 +299,7 @@ def test_what_is_not_a_state_is_refused(world):
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize(
     ("make", "why"),

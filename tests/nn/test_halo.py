@@ -146,6 +146,7 @@ def test_conv_everywhere(where):
     on(where, each, convolve, cases)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("dims", "dim", "options"),
     [

@@ -96,6 +96,7 @@ def contrast(model, batch, gather=ag.all_gather, start=None):
     return cross_entropy(scores, labels, reduction="sum") / total * dist.get_world_size()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 @pytest.mark.parametrize("step", [right, contrast])
 def test_towers_are_equal(parity, wrapper, step):
@@ -211,6 +212,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_is_named(name):
     model, make_batch, step, wrapper, mistake, words = MISTAKES[name]
