@@ -26,7 +26,7 @@ def scan_exactly(group, op, exclusive, dtype):
             )
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(3)
 @everywhere
 @pytest.mark.parametrize("op", REDUCTIONS)
 def test_scan_is_exact(where, op):
