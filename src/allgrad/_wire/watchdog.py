@@ -54,15 +54,16 @@ def mismatch() -> CollectiveMismatch | None:
 
 
 def _watch() -> None:
-    seen = None
+    seen = None  # when the wait began; the wait itself would keep its tensor alive
     while True:
         time.sleep(_LOOK_EVERY)
         waiting = STATE.waiting
-        # A wait that was already there a second ago.
-        if waiting is not None and waiting is seen:
+        began = None if waiting is None else waiting[2]
+        if waiting is not None and began == seen:  # it was already there a second ago
             with contextlib.suppress(Exception):  # the group or its store is gone
                 _compare(waiting)
-        seen = waiting
+        seen = began
+        del waiting
 
 
 def _compare(waiting: tuple[Call, Tensor, float]) -> None:
