@@ -91,17 +91,17 @@ def all_reduce(call: Call, x: Tensor, scratch: bool = False) -> Tensor:
 
     ``scratch`` gives ``x`` away: the result may take its memory.
     """
-    return _dispatch(_ALL_REDUCE, call, x, scratch)
+    return _dispatch(_ALL_REDUCE, call, x, (scratch,))
 
 
 def broadcast(call: Call, x: Tensor, src: int) -> Tensor:
     """What ``src`` holds, on every rank."""
-    return _dispatch(_BROADCAST, call, x, src)
+    return _dispatch(_BROADCAST, call, x, (src,))
 
 
 def reduce(call: Call, x: Tensor, dst: int) -> Tensor:
     """Sum over ranks on ``dst``; zeros on the others."""
-    return _dispatch(_REDUCE, call, x, dst)
+    return _dispatch(_REDUCE, call, x, (dst,))
 
 
 def all_to_all(
@@ -111,17 +111,17 @@ def all_to_all(
 
     ``equal`` promises that all blocks between all ranks have one size.
     """
-    return _dispatch(_ALL_TO_ALL, call, x, send, receive, equal)
+    return _dispatch(_ALL_TO_ALL, call, x, (send, receive, equal))
 
 
 def all_gather(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
     """Every rank's block, in rank order, on every rank."""
-    return _dispatch(_ALL_GATHER, call, x, counts)
+    return _dispatch(_ALL_GATHER, call, x, (counts,))
 
 
 def reduce_scatter(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
     """Block ``r`` of ``x``, summed over ranks, on rank ``r``."""
-    return _dispatch(_REDUCE_SCATTER, call, x, counts)
+    return _dispatch(_REDUCE_SCATTER, call, x, (counts,))
 
 
 def overwrite(call: Call, x: Tensor, src: int) -> Callable[[], None]:
@@ -147,22 +147,18 @@ def _start_overwriting(call: Call, x: Tensor, src: int) -> Callable[[], None]:
     return observers.start("broadcast", "backend", src, call, x, begin)
 
 
-def _dispatch(operation: _Operation, call: Call, x: Tensor, *args: Any) -> Tensor:
-    # Fast path: unwatched, no async call pending, several ranks.
-    if (
-        _watcher is None
-        and (not call_queue.QUEUE.pending or call_queue.is_free())
-        and call.size > 1
-    ):
-        return _run(operation, call, x, *args)
+def _dispatch(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) -> Tensor:
     if call.size == 1:
         return operation.alone(call, x, *args)
-    return _in_turn(operation, call, lambda: _run(operation, call, x, *args), x, *args)
+    if _watcher is not None or (call_queue.QUEUE.pending and not call_queue.is_free()):
+        return _in_turn(operation, call, lambda: _run(operation, call, x, args), x, *args)
+    return _run(operation, call, x, args)
 
 
-def _run(operation: _Operation, call: Call, x: Tensor, *args: Any) -> Tensor:
+def _run(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) -> Tensor:
     """Choose an algorithm and run it."""
-    call.group.calls += 1
+    group = call.group
+    group.calls += 1
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     if not x.is_contiguous():
@@ -170,7 +166,7 @@ def _run(operation: _Operation, call: Call, x: Tensor, *args: Any) -> Tensor:
     if is_zero_tensor(x):
         x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     sizes = operation.sizes(call, x, *args)
-    key = operation.name, call.group, x.dtype, x.device, *sizes
+    key = operation.name, group, x.dtype, x.device, sizes
     algorithm = CHOSEN.get(key)
     if algorithm is None:
         algorithm = choose(_situation(operation, call, x, sizes))
