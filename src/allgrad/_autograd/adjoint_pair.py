@@ -46,12 +46,12 @@ class AdjointPair:
     backward: Map
     made: Made | None = None
     _adjoint: AdjointPair | None = field(default=None, init=False, repr=False)
-    call: Any = field(init=False, repr=False)  # None: nothing is sent, in either direction
 
-    def __post_init__(self) -> None:
-        """Find the call that the pair was made for."""
+    @property
+    def call(self) -> Any:
+        """The call that the pair was made for; ``None`` if nothing is sent, in either direction."""
         made = self.made
-        self.call = None if made is None or made.call.size == 1 else made.call
+        return None if made is None or made.call.size == 1 else made.call
 
     @property
     def adjoint(self) -> AdjointPair:

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -248,16 +249,24 @@ class _Reverse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, pair: AdjointPair, anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
-        ctx.pair = pair
-        if pair.call is not None:
-            call_order.register(ctx, pair.call, xs[0])
+        ctx.pair, made = pair, pair.made
+        # While one thread makes the calls, on the host, their place needs no record.
+        if (
+            made is not None
+            and made.call.size > 1
+            and (
+                made.call.group.thread != get_ident() or call_order.STATE.gated or not xs[0].is_cpu
+            )
+        ):
+            call_order.register(ctx, made.call, xs[0])
         return run_map(pair, xs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         pair = ctx.pair
-        if pair.call is not None:
-            call_order.check(ctx, pair.call)
+        made = pair.made
+        if made is not None and made.call.size > 1:
+            call_order.check(ctx, made.call)
         return None, None, *apply_adjoint(pair, gradients)
 
 
