@@ -16,7 +16,9 @@ from allgrad.testing import Hosts, hosts, why_no_hosts
 needs_hosts = pytest.mark.skipif(why_no_hosts() != "", reason=why_no_hosts())
 
 WAITING = """
+import signal
 from allgrad.testing import Hosts
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may have been started without
 with Hosts(2, rate="10mbit") as hosts:
     print(*hosts.names, flush=True)
     input()
@@ -41,7 +43,7 @@ def test_nothing_is_left_however_the_process_ends(how):
     assert len(names) == 2
     assert all(name in namespaces() for name in names)
     process.send_signal(how)
-    process.wait()
+    process.wait(60)
     until = time.monotonic() + 10
     while any(name in namespaces() for name in names):
         assert time.monotonic() < until
