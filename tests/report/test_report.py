@@ -49,7 +49,8 @@ def test_the_rank_that_all_waited_for_is_named(slow_rank):
     found = find(slow_rank)
     by_caused = sorted(found.ranks, key=lambda rank: -rank.caused)
     assert by_caused[0].rank == SLOW
-    assert by_caused[0].caused > 2 * STEPS * 12e6  # two ranks wait for 15 ms in every step
+    # Two ranks wait for 15 ms in every step, less where they are late themselves.
+    assert by_caused[0].caused > STEPS * 12e6
     backward = [one for one in found.slowest if one.kind.backward]
     assert backward
     assert {one.waited_for for one in backward if one.waited > 10e6} == {SLOW}
