@@ -1,7 +1,7 @@
 """One codec for every message between ranks: words of 64 bits behind one header.
 
     word  0    version of this layout, and version of allgrad
-          1    kind of message: handshake, check, loss, state, host
+          1    kind of message: handshake, check, loss, state, host, join
           2 -  the fields of that kind
 
 A ``Writer`` appends fields; a ``Reader`` takes them off in the same order and checks each against
@@ -28,7 +28,7 @@ __all__ = ["DTYPES", "HEADER_WORDS", "MAX_DIMS", "Reader", "Writer", "dtype_name
 T = TypeVar("T")
 
 LAYOUT = 2  # raise it whenever the fields of some kind change
-KINDS = ("handshake", "check", "loss", "state", "host")
+KINDS = ("handshake", "check", "loss", "state", "host", "join")
 HEADER_WORDS = 2
 MAX_DIMS = 24
 _MAX_WORD = 2**63 - 1

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from allgrad._wire import primitives as wire
+from allgrad._wire.codec import HEADER_WORDS, Reader, Writer
 from allgrad.containers.nests import map_tensors, tensors
 from allgrad.errors import InputError, RankRaised, rank_table
 
@@ -23,7 +24,7 @@ __all__ = ["join"]
 Batch = TypeVar("Batch")
 
 
-class _State(IntEnum):
+class _State(Enum):
     """What a rank tells before a step."""
 
     BATCH = 0
@@ -31,6 +32,10 @@ class _State(IntEnum):
     RAISED = 2
     NO_ROWS = 3  # a batch of which nobody knows how many rows it has
     NEVER = 4  # done before the first batch, and no empty one was given
+
+
+_STATES = tuple(_State)
+_WORDS = HEADER_WORDS + 2
 
 
 def join(
@@ -55,7 +60,7 @@ def join(
 
     Gradient: nothing to choose; batches are this rank's own.
 
-    Cost: one message of two numbers from each rank to each, before each step and at the end.
+    Cost: one message of four numbers from each rank to each, before each step and at the end.
     """
     call = wire.resolve("join", group)
     source = iter(batches)
@@ -89,10 +94,15 @@ def join(
 def _exchange(call: Call, state: _State, rows: int) -> tuple[list[_State], tuple[int, ...]]:
     if call.size == 1:
         return [state], (rows,)
-    row = torch.tensor([state, rows])
-    sent = row.to(call.group.message_device(row.device))
-    found = wire.all_gather(call, sent, (2,) * call.size).view(-1, 2).tolist()
-    return [_State(s) for s, _ in found], tuple(n for _, n in found)
+    message = Writer("join")
+    message.choice(state, _STATES)
+    message.number(rows)
+    device = call.group.message_device(torch.device("cpu"))
+    sent = torch.tensor(message.padded(_WORDS), dtype=torch.int64, device=device)
+    received = wire.all_gather(call, sent, (_WORDS,) * call.size).view(-1, _WORDS).tolist()
+    readers = [Reader(words, "join", rank) for rank, words in enumerate(received)]
+    found = [(reader.choice(_STATES), reader.number(-1)) for reader in readers]
+    return [state for state, _ in found], tuple(rows for _, rows in found)
 
 
 def _require_batches(states: list[_State], sizes: tuple[int, ...]) -> None:

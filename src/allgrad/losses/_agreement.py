@@ -107,6 +107,7 @@ def agree(
     own = _Row(_digest(name), kind, tuple(map(_digest, spec.same.values())), spec.counts)
     devices = (_device(x) for x in arguments.values())
     device = next((found for found in devices if found is not None), torch.device("cpu"))
+    device = call.group.message_device(device)  # the same kind on a rank that passed no tensor
     row = torch.tensor([own.encode()], dtype=torch.int64, device=device)
     words = all_gather(row, sizes="equal", group=group, grad="none").tolist()
     rows = [_Row.decode(one, sender) for sender, one in enumerate(words)]

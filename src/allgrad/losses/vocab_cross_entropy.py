@@ -65,7 +65,7 @@ def cross_entropy(
     mistake of one rank raises on all. Sums are kept in float32, or in float64.
 
     Cost: the logits of a chunk of rows exist at a time, and are computed again in backward. Forward
-    sends three numbers for each row, backward the gradient of ``hidden``.
+    sends two numbers for each row, three with label smoothing; backward the gradient of ``hidden``.
     """
     arguments = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
 
