@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     Implementations = dict[str, Callable[..., Tensor]]
 
 ENOUGH_MS = 1000
+WARM_UP = 6
 PAIRS = [256 << i for i in range(10)]
 DENSE_UP_TO = 65_536  # larger score matrices leave no memory for their gradients
 BIAS = -10.0
@@ -100,10 +101,10 @@ def inputs_of(loss: str, pairs: int, width: int, dtype: torch.dtype, seed: int =
 
 
 def tried(run: Callable[[], object]) -> str | None:
-    """Run it twice; what went wrong, if anything."""
+    """Run it until nothing is compiled or captured any more; what went wrong, if anything."""
     try:
-        run()
-        run()
+        for _ in range(WARM_UP):
+            run()
         torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001  a peer may refuse a size in its own way
         gc.collect()

@@ -15,6 +15,7 @@ from allgrad.losses._engine import contrastive_loss
 from allgrad.losses._handshake import exchange_args
 from allgrad.losses._key_blocks import KeyLayout
 from allgrad.losses._modes import no_vmap
+from allgrad.losses._one_rank import loss_of_one_rank
 from allgrad.losses._rank_args import GradNeeds
 
 if TYPE_CHECKING:
@@ -76,6 +77,18 @@ def _global_loss(
     ring: bool | None,
     budget: int,
 ) -> Tensor:
+    if not label_smoothing:
+        found = loss_of_one_rank(
+            name,
+            kind,
+            features,
+            scalars,
+            grad_reduction=grad_reduction,
+            sizes=sizes,
+            group=group,
+        )
+        if found is not None:
+            return found
     if functorch_active() and "Vmap" in transform_names():
         raise no_vmap(name)
     numbers = {key: _as_tensor(x) for key, x in scalars.items()}

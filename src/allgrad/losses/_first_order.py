@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.losses._config import Sums
-from allgrad.losses._fused_pass import FusedPass, has_fused_kernels, times
+from allgrad.losses._fused_pass import FusedPass, has_fused_kernels
 from allgrad.losses._key_blocks import GatheredKeys, KeyBlock, key_blocks, needs_ring
 from allgrad.losses._score_pass import ScorePass
 from allgrad.losses._tiles.torch import KEPT_SCORES
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from allgrad.losses._config import LossConfig
+    from allgrad.losses._tiles.one_rank import Products
 
 __all__ = ["Inputs", "Kept", "first_gradients", "keeps_scores", "loss_value"]
 
@@ -49,7 +50,7 @@ class Kept(NamedTuple):
     sums: Sums | None = None
     states: tuple[Tensor | None, ...] = ()  # of the tiles, or the matrix of a fused pass
     prepared: tuple[Tensor | None, ...] | None = None  # gradients, before the incoming one
-    products: tuple[Tensor, Tensor] | None = None  # the same of a fused pass
+    products: Products | None = None  # the same of one rank alone, on a CUDA device
 
     def flatten(self) -> tuple[Tensor | None, ...]:
         """All tensors, for autograd to save."""
@@ -59,11 +60,12 @@ class Kept(NamedTuple):
 
     @staticmethod
     def unflatten(tensors: Sequence[Tensor | None]) -> Kept:
-        if len(tensors) == 2:
-            both, numbers = tensors
-            assert both is not None
-            assert numbers is not None
-            return Kept(products=(both, numbers))
+        if len(tensors) == 3:
+            from allgrad.losses._tiles.one_rank import Products
+
+            by_query, by_key, parts = tensors
+            assert parts is not None
+            return Kept(products=Products(by_query, by_key, parts))
         joined, row_lse, column_lse, pair_weights, *others = tensors
         if pair_weights is None:
             return Kept(joined, None, tuple(others[4:]), tuple(others[:4]))
@@ -89,11 +91,11 @@ def loss_value(config: LossConfig, x: Inputs, needed: Sequence[bool]) -> tuple[T
     joined = keys.block.k if isinstance(keys, GatheredKeys) else None
     keep = keeps_scores(config, x.q, ring=ring)
     if isinstance(keys, GatheredKeys) and keep and len(x.q) and has_fused_kernels(x.q):
+        if config.layout.world == 1 and config.needs_grad:
+            return _alone(config, x, needed)
         fused = FusedPass(config, x.q, x.scale, x.bias, keys.block)
         loss, matrix, sums = fused.loss()
-        if config.layout.world > 1 or not config.needs_grad:
-            return loss, Kept(joined, sums, (matrix,))
-        return loss, Kept(products=fused.products(needed, None, matrix, sums))
+        return loss, Kept(joined, sums, (matrix,))
     scores = ScorePass(config, *x, keys=keys, keep=keep)
     loss, found, prepared = scores.loss(needed)
     return loss, Kept(joined, found, tuple(scores.states), prepared)
@@ -105,7 +107,9 @@ def first_gradients(
     """The gradients by queries, keys, scale and bias of all ranks' weights times the loss."""
     dtype = x.q.dtype
     if kept.products is not None:
-        return _from_products(config, x, by_loss, kept.products, needed)
+        from allgrad.losses._tiles import one_rank
+
+        return one_rank.gradients(config.kind, *x, by_loss, kept.products)
     weight = by_loss if config.sums_loss_weights else None
     if kept.prepared is not None:
         if weight is not None:
@@ -131,22 +135,17 @@ def first_gradients(
     return _times(found, total, dtype)
 
 
-def _from_products(
-    config: LossConfig,
-    x: Inputs,
-    by_loss: Tensor,
-    products: tuple[Tensor, Tensor],
-    needed: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    both, numbers = products
-    numbers = numbers * by_loss
-    scaled, rows = times(both, numbers[-1], x.q.dtype), len(x.q)
-    return (
-        scaled[:rows] if needed[0] else None,
-        scaled[rows:] if config.needs_key_grad else None,
-        numbers[0],
-        None if x.bias is None else numbers[1],
+def _alone(config: LossConfig, x: Inputs, needed: Sequence[bool]) -> tuple[Tensor, Kept]:
+    from allgrad.losses._tiles import one_rank
+
+    loss, products = one_rank.loss_and_products(
+        config.kind,
+        *x,
+        smoothing=config.smoothing,
+        needs_query_grad=needed[0],
+        needs_key_grad=config.needs_key_grad,
     )
+    return loss, Kept(products=products)
 
 
 def _times(

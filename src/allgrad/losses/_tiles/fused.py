@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["dot_products", "products", "sigmoid_terms", "softmax_terms", "softmax_weights"]
 
-_LSE_TILE, _TILE, _TERMS = (64, 128), (32, 128), (32, 32, 128)
+LSE_TILE, TILE, TERMS = (64, 128), (32, 128), (32, 32, 128)
 
 
 class Plan(NamedTuple):
@@ -43,8 +43,8 @@ def _plan(rows: int, columns: int) -> Plan:
     def tiles(block_m: int, block_n: int) -> tuple[int, int, int]:
         return -(-columns // block_n), -(-rows // block_m), 1
 
-    terms = -(-rows // _TERMS[1]), 1, 1
-    return Plan(tiles(*_LSE_TILE), tiles(*_TILE), terms, _alignment(columns))
+    terms = -(-rows // TERMS[1]), 1, 1
+    return Plan(tiles(*LSE_TILE), tiles(*TILE), terms, _alignment(columns))
 
 
 def _alignment(length: int) -> int:
@@ -75,7 +75,7 @@ def _launch(
         found[grid](*args, *constants)
 
 
-def _store_scale(dtype: torch.dtype) -> int:
+def store_scale(dtype: torch.dtype) -> int:
     # Weights are at most 2. Stored times 2^14, small ones keep their digits in float16.
     return 2**14 if dtype == torch.float16 else 1
 
@@ -122,7 +122,7 @@ def softmax_terms(
         kernels.tile_lse,
         plan.lse_tiles,
         (dots, scale, parts, column_parts, rows, columns, first_pair),
-        (both, *_LSE_TILE),
+        (both, *LSE_TILE),
         device,
         plan.alignment,
     )
@@ -138,7 +138,7 @@ def softmax_terms(
         kernels.softmax_terms,
         plan.terms,
         (q, k, scale, parts, column_parts, *vectors, *sizes, mean_factor, smoothing),
-        (complete, *_TERMS),
+        (complete, *TERMS),
         device,
         plan.alignment,
         _alignment(q.shape[1]),
@@ -178,12 +178,22 @@ def softmax_weights(
     has_columns, has_by_loss = weights.column_lse is not None, by_loss is not None
     column_lse = weights.column_lse if has_columns else scale
     vectors = weights.row_lse, column_lse, weights.pair_weights
-    numbers = rows, columns, first_pair, mean_factor, weights.smoothing
+    numbers = rows, columns, first_pair, 0, mean_factor, weights.smoothing
+    unused = scale, scale
     _launch(
         kernels.softmax_weights,
         plan.tiles,
-        (dots, by_score, scale, *vectors, by_loss if has_by_loss else scale, parts, *numbers),
-        (has_columns, has_by_loss, _store_scale(dtype), *_TILE),
+        (
+            dots,
+            by_score,
+            scale,
+            *vectors,
+            by_loss if has_by_loss else scale,
+            parts,
+            *unused,
+            *numbers,
+        ),
+        (has_columns, has_by_loss, False, False, store_scale(dtype), *TILE),
         dots.device,
         plan.alignment,
         dtype,
@@ -214,7 +224,7 @@ def sigmoid_terms(
         kernels.sigmoid_weights,
         plan.tiles,
         (*tensors, rows, columns, first_pair, mean_factor),
-        (bias is not None, needs_grad, _store_scale(dtype), *_TILE),
+        (bias is not None, needs_grad, store_scale(dtype), *TILE),
         dots.device,
         plan.alignment,
         dtype,

@@ -15,16 +15,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["sigmoid_weights", "softmax_terms", "softmax_weights", "tile_lse"]
+__all__ = [
+    "copy_inputs",
+    "gradients",
+    "sigmoid_weights",
+    "softmax_terms",
+    "softmax_weights",
+    "sums",
+    "tile_lse",
+]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # Sizes that change from batch to batch must not trigger a compilation, except whether the rows of
 # the matrix are aligned.
-_SIZES = ("rows", "first_pair", "row_count", "column_count")
+_SIZES = (
+    *("rows", "first_pair", "row_count", "column_count"),
+    *("count", "loss_count", "query_elements", "key_elements", "elements", "loss_address"),
+)
 _VECTORS = (
     *("row_lse", "column_lse", "pair_scores", "pair_weights", "row_parts", "column_parts"),
-    *("scale", "bias", "by_loss", "loss_parts", "parts"),
+    *("scale", "bias", "by_loss", "loss_parts", "parts", "loss", "numbers"),
+    *("by_scale", "by_bias", "to_scale", "to_bias", "to_address"),
 )
 
 
@@ -161,17 +173,37 @@ def softmax_terms(
     tl.store(loss_parts + tl.program_id(0), loss * LN2 * mean_factor)
 
 
+@triton.jit
+def _sum(parts, count, BLOCK: tl.constexpr):
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, count, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        total += tl.load(parts + offs, mask=offs < count, other=0.0)
+    return tl.sum(total)
+
+
+@triton.jit
+def _store_loss(loss, value, IS_ADDRESS: tl.constexpr):
+    """With IS_ADDRESS, ``loss`` holds the address of the loss."""
+    if IS_ADDRESS:
+        tl.store(tl.load(loss).to(tl.pointer_type(tl.float32)), value)
+    else:
+        tl.store(loss, value)
+
+
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VECTORS)
 def softmax_weights(
-    dots, weights, scale, row_lse, column_lse, pair_weights, by_loss, parts,
-    rows, columns, first_pair, mean_factor, smoothing_each,
-    HAS_COLUMNS: tl.constexpr, HAS_BY_LOSS: tl.constexpr, STORE_SCALE: tl.constexpr,
+    dots, weights, scale, row_lse, column_lse, pair_weights, by_loss, parts, loss_parts, loss,
+    rows, columns, first_pair, loss_count, mean_factor, smoothing_each,
+    HAS_COLUMNS: tl.constexpr, HAS_BY_LOSS: tl.constexpr, HAS_LOSS: tl.constexpr,
+    IS_ADDRESS: tl.constexpr, STORE_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Store the derivative of the loss by each score of a tile, times STORE_SCALE.
 
-    ``parts`` gets the sum over the tile of weight times dot product, for the gradient of the scale;
-    then, in one place, what the products with the weights must be multiplied by.
+    ``parts`` gets the sum over the tile of weight times dot product, for the gradient of the scale.
+    With HAS_LOSS one program also sums the loss, which saves a launch; without it, ``parts`` gets in
+    one more place what the products with the weights must be multiplied by.
     """
     offs_m, offs_n, mask, is_pair, place, tile = _tile(
         dots, rows, columns, first_pair, BLOCK_M, BLOCK_N
@@ -191,9 +223,13 @@ def softmax_weights(
     if HAS_BY_LOSS:
         common = tl.load(by_loss) * mean_factor
     part = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    count = tl.num_programs(0) * tl.num_programs(1)
     tl.store(parts + part, tl.sum(weight * tile) * common)
-    tl.store(parts + count + part, tl.where(part == 0, common * factor / STORE_SCALE, 0.0))
+    if HAS_LOSS:
+        if part == 0:
+            _store_loss(loss, _sum(loss_parts, loss_count, BLOCK_M * BLOCK_N // 4), IS_ADDRESS)
+    else:
+        count = tl.num_programs(0) * tl.num_programs(1)
+        tl.store(parts + count + part, tl.where(part == 0, common * factor / STORE_SCALE, 0.0))
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VECTORS)
@@ -227,3 +263,63 @@ def sigmoid_weights(
         tl.store(parts + 2 * count + part, tl.sum(weight) * mean_factor)
         gain = tl.where(part == 0, mean_factor * factor / STORE_SCALE, 0.0)
         tl.store(parts + 3 * count + part, gain)
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VECTORS)
+def sums(parts, loss, numbers, count, IS_ADDRESS: tl.constexpr, BLOCK: tl.constexpr):
+    """The sums of the first rows of ``parts``, one for each program: the loss, then ``numbers``."""
+    index = tl.program_id(0)
+    total = _sum(parts + index * count, count, BLOCK)
+    if index == 0:
+        _store_loss(loss, total, IS_ADDRESS)
+    else:
+        tl.store(numbers + index - 1, total)
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VECTORS)
+def gradients(
+    query_products, key_products, parts, scale, by_loss, by_query, by_key, by_scale, by_bias,
+    query_elements, key_elements, count, mean_factor,
+    HAS_BIAS: tl.constexpr, STORE_SCALE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """All gradients: the products with the weights times one number, rounded once.
+
+    The first programs have the queries, the others the keys. ``parts`` are those of the gradient by
+    the scale; with HAS_BIAS there is one, and then the gradient by the bias.
+    """
+    pid, query_programs = tl.program_id(0).to(tl.int64), tl.cdiv(query_elements, BLOCK)
+    weight = tl.load(by_loss)
+    gain = weight * tl.load(scale) * (mean_factor / STORE_SCALE)
+    offs = tl.arange(0, BLOCK)
+    if pid < query_programs:
+        place = pid * BLOCK + offs
+        mask = place < query_elements
+        values = tl.load(query_products + place, mask=mask) * gain
+        tl.store(by_query + place, values.to(by_query.dtype.element_ty), mask=mask)
+    else:
+        place = (pid - query_programs) * BLOCK + offs
+        mask = place < key_elements
+        values = tl.load(key_products + place, mask=mask) * gain
+        tl.store(by_key + place, values.to(by_key.dtype.element_ty), mask=mask)
+    if pid == 0:
+        tl.store(by_scale, _sum(parts, count, BLOCK) * weight)
+        if HAS_BIAS:
+            tl.store(by_bias, tl.load(parts + 1) * weight)
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VECTORS)
+def copy_inputs(
+    q, k, scale, bias, to_q, to_k, to_scale, to_bias, to_address, elements, loss_address,
+    HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy all inputs of a loss, and the address at which its value is wanted."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < elements
+    left, right = tl.load(q + place, mask=mask), tl.load(k + place, mask=mask)
+    tl.store(to_q + place, left, mask=mask)
+    tl.store(to_k + place, right, mask=mask)
+    if tl.program_id(0) == 0:
+        tl.store(to_scale, tl.load(scale))
+        if HAS_BIAS:
+            tl.store(to_bias, tl.load(bias))
+        tl.store(to_address, loss_address.to(tl.int64))

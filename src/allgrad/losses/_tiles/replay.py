@@ -1,0 +1,202 @@
+"""The step of one rank alone as a CUDA graph: two launches instead of six.
+
+Up to some thousand pairs the device waits for the host. So after some calls of one size on one
+stream, their launches are captured once, over inputs and products that stay in place, and replayed:
+
+    copy_inputs    q, k, scale, bias, and where this call wants its loss
+    replay         the kernels of one_rank
+
+The products belong to the call until its backward has run or its graph is dropped. While a call holds
+them, others are launched one by one. A backward that comes later, because the graph was retained,
+finds them overwritten and computes them again. Results are the same bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from allgrad.losses._tiles import fused_kernels as kernels
+from allgrad.losses._tiles.launches import Launch
+from allgrad.losses._tiles.one_rank import address_of, aligned, loss_and_products
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from allgrad.losses._kind import LossKind
+    from allgrad.losses._tiles.one_rank import Products
+
+__all__ = ["Lease", "replayed"]
+
+MAX_PAIRS = 4096  # from 8,192 pairs on the host waits for the device
+MAX_BYTES = 256 << 20  # of all captured steps
+AFTER_CALLS = 5  # of one size; sizes that come once or twice are not worth a graph
+STALE_AFTER = 100  # calls of other sizes; then a captured step may make room for another
+# Products of float32 follow switches of torch for TF32, which a graph would not.
+DTYPES = frozenset({torch.bfloat16, torch.float16})
+_BLOCK = 4096
+_MOST_COUNTED = 256
+
+
+class _Key(NamedTuple):
+    """What a captured step depends on."""
+
+    kind: LossKind
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    stream: int
+    needed: tuple[bool, bool]
+    has_bias: bool
+
+    @property
+    def bytes(self) -> int:
+        """The memory of a captured step: dot products and weights, inputs and products."""
+        rows, width = self.shape
+        return 6 * rows * rows + 12 * rows * width
+
+
+class _Captured:
+    """A step over inputs and products that stay in place."""
+
+    def __init__(self, key: _Key, q: Tensor, scale: Tensor) -> None:
+        self.q, self.k, self.scale = torch.empty_like(q), torch.empty_like(q), scale.clone()
+        self.bias = scale.clone() if key.has_bias else None
+        self.address = torch.empty((), dtype=torch.int64, device=q.device)
+        self.calls, self.last_used = 0, 0
+        self.idle = [True]  # empty while a call holds the products
+        inputs = q.dtype, q.dtype, torch.float32, torch.float32
+        self.copy = Launch(
+            kernels.copy_inputs,
+            (-(-q.numel() // _BLOCK), 1, 1),
+            (*inputs, *inputs, torch.int64),
+            (key.has_bias, _BLOCK),
+        )
+        self._capture(key)
+
+    def _capture(self, key: _Key) -> None:
+        """Run it once on another stream, which loads what must be loaded, then capture it there."""
+        first, unused = torch.zeros_like(self.q), torch.empty_like(self.scale)
+        self._copy(first, first, self.scale, self.bias, unused)
+        stream, side = torch.cuda.current_stream(), _side_stream(key.device)
+        side.wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(side):
+            self._compute(key)
+            # Other threads may go on using the device while this one captures.
+            self.graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self.products = self._compute(key)
+            finally:
+                self.graph.capture_end()
+        stream.wait_stream(side)
+
+    def _compute(self, key: _Key) -> Products:
+        return loss_and_products(
+            key.kind,
+            self.q,
+            self.k,
+            self.scale,
+            self.bias,
+            smoothing=0.0,
+            needs_query_grad=key.needed[0],
+            needs_key_grad=key.needed[1],
+            address=self.address,
+        )[1]
+
+    def _copy(self, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, loss: Tensor) -> None:
+        q, k = aligned(q), aligned(k)
+        self.copy(
+            *(q.data_ptr(), k.data_ptr(), scale.data_ptr(), address_of(bias)),
+            *(self.q.data_ptr(), self.k.data_ptr(), self.scale.data_ptr(), address_of(self.bias)),
+            *(self.address.data_ptr(), q.numel(), loss.data_ptr()),
+        )
+
+    def run(self, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        loss = torch.empty_like(scale)
+        self._copy(q, k, scale, bias, loss)
+        self.graph.replay()
+        return loss
+
+
+class Lease:
+    """The products of one call, until they are released."""
+
+    __slots__ = ("_call", "_held", "_step")
+
+    def __init__(self, step: _Captured) -> None:
+        step.calls += 1
+        self._step, self._call, self._held = step, step.calls, True
+
+    def products(self) -> Products | None:
+        """The products of this call; None if a later call has overwritten them."""
+        return self._step.products if self._step.calls == self._call else None
+
+    def release(self) -> None:
+        """Let other calls overwrite the products: what reads them has been launched."""
+        if self._held:
+            self._held = False
+            self._step.idle.append(True)
+
+    __del__ = release
+
+
+class _Known:
+    """All captured steps, and the numbers of calls of sizes that are not captured."""
+
+    def __init__(self) -> None:
+        self.steps: dict[_Key, _Captured] = {}
+        self.counts: dict[_Key, int] = {}
+        self.calls = 0
+
+    def count(self, key: _Key, q: Tensor, scale: Tensor) -> None:
+        """Count a call; capture a step for further ones if there were enough."""
+        if len(self.counts) > _MOST_COUNTED:
+            self.counts.clear()
+        self.counts[key] = self.counts.get(key, 0) + 1
+        if self.counts[key] % AFTER_CALLS or key.bytes > MAX_BYTES:
+            return
+        for other, step in list(self.steps.items()):
+            if self.calls - step.last_used > STALE_AFTER:
+                del self.steps[other]
+        if key.bytes + sum(other.bytes for other in self.steps) <= MAX_BYTES:
+            self.steps[key] = _Captured(key, q, scale)
+            del self.counts[key]
+
+
+_known = _Known()
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
+def replayed(  # noqa: PLR0917
+    kind: LossKind,
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    needed: tuple[bool, bool],
+) -> tuple[Tensor, Lease] | None:
+    """The loss and a lease of its products; None if the kernels must be launched one by one."""
+    if len(q) > MAX_PAIRS or q.dtype not in DTYPES or torch.cuda.is_current_stream_capturing():
+        return None
+    stream = torch.cuda.current_stream().cuda_stream
+    key = _Key(kind, q.shape, q.dtype, q.device, stream, needed, bias is not None)
+    step = _known.steps.get(key)
+    _known.calls += 1
+    if step is None:
+        _known.count(key, q, scale)
+        return None
+    try:
+        step.idle.pop()
+    except IndexError:
+        return None  # a call holds the products
+    lease = Lease(step)
+    step.last_used = _known.calls
+    return step.run(q, k, scale, bias), lease
