@@ -3,26 +3,22 @@
 python tests/fuzz --minutes 30          random programs until the time is up
 python tests/fuzz --programs 5000       that many
 python tests/fuzz --seed 17             one program: print it, run it, minimise it if it goes wrong
-python tests/fuzz --faults --minutes 5  programs in which a rank raises, exits, is stopped or is late
+python tests/fuzz --compiled ...        programs with blocks that are compiled on some ranks
+python tests/fuzz --faults ...          programs in which a rank raises, exits, is stopped or is late
+python tests/fuzz --workers 7 ...       in so many processes, each with ranks of its own
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from fuzz import faults
-from fuzz.coverage import Coverage, describe
-from fuzz.generate import generate
-from fuzz.minimise import minimise
-from fuzz.ranks import Find, check
-
-BATCH = 100
+from fuzz.batches import Mode, run_batch
+from fuzz.coverage import describe
+from fuzz.fleet import Hunt, run_fleet, run_here, serve
 
 
 def main() -> int:
@@ -34,47 +30,29 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--compiled", action="store_true", help="compile blocks on some ranks")
-    parser.add_argument("--faults", action="store_true")
+    parser.add_argument("--faults", action="store_true", help="one rank does not do its part")
+    parser.add_argument("--workers", type=int, default=1, help="processes that run programs")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.faults:
-        return faults.hunt(given.minutes, given.programs, given.start, given.seed)
+    mode = Mode(given.faults, given.compiled)
+    if given.serve:
+        serve(mode)
+        return 0
     if given.seed is not None:
-        program = generate(given.seed, compiled=given.compiled)
-        write(describe(program))
-        found = list(check([program]))
-        report(found)
-        return len(found)
-    return hunt(given)
-
-
-def hunt(given: argparse.Namespace) -> int:
-    """Run program after program; print each find as a short program, and what was covered."""
-    coverage, began, finds = Coverage(), time.monotonic(), 0
+        write(describe(mode.program(given.seed)))
+        finds = run_batch(mode, range(given.seed, given.seed + 1)).finds
+        write("\n".join(finds) or "as it should be")
+        return min(len(finds), 1)
     minutes = given.minutes if given.minutes or given.programs else 1.0
     seeds = range(given.start, given.start + (given.programs or sys.maxsize))
-    for first in range(seeds.start, seeds.stop, 4 * BATCH):
-        if minutes and time.monotonic() - began > 60 * minutes:
-            break
-        by_world = defaultdict(list)
-        for seed in range(first, min(first + 4 * BATCH, seeds.stop)):
-            program = generate(seed, compiled=given.compiled)
-            by_world[program.world].append(program)
-            coverage.add(program)
-        for _, programs in sorted(by_world.items()):
-            for i in range(0, len(programs), BATCH):
-                found = list(check(programs[i : i + BATCH]))
-                finds += len(found)
-                report(found)
-        seconds = time.monotonic() - began
-        write(f"{coverage.programs} programs in {seconds:.0f} s, {finds} went wrong")
-    write(coverage.table())
-    return min(finds, 1)
-
-
-def report(found: list[Find]) -> None:
-    for find in found:
-        short = minimise(find)
-        write(describe(short.program, short.how))
+    hunt = Hunt(mode, seeds, minutes, write)
+    if given.workers > 1:
+        run_fleet(hunt, given.workers)
+    else:
+        run_here(hunt)
+    write(hunt.coverage.table())
+    write(f"{hunt.coverage.programs} programs, {hunt.finds} went wrong")
+    return min(hunt.finds, 1)
 
 
 def write(text: str) -> None:

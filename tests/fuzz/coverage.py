@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from itertools import combinations
+from typing import TYPE_CHECKING
 
 from fuzz.oracle import run_oracle
 from fuzz.program import Block, Change, Leaf, Local, Program
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 DTYPES = {".float()": "float32", ".bfloat16()": "bfloat16", ".half()": "float16", "2j": "complex"}
+ONE_OF = ("ending: ", "world of ", "fault: ")
 LAYOUTS = (".transpose(", "[::2]", "[..., 1:]", ".flip(", ".expand(", ".t()")
 
 
@@ -20,8 +26,9 @@ class Coverage:
         self.single: Counter[str] = Counter()
         self.pairs: Counter[tuple[str, str]] = Counter()
 
-    def add(self, program: Program) -> None:
-        found = sorted(features(program))
+    def add(self, found: Iterable[str]) -> None:
+        """Count one program by its features."""
+        found = sorted(found)
         self.programs += 1
         self.single.update(found)
         self.pairs.update(combinations(found, 2))
@@ -37,12 +44,22 @@ class Coverage:
         for call in calls:
             counts = (self.pairs[min(call, other), max(call, other)] for other in others)
             lines.append(f"{call:<{width}}" + "".join(f"{n:>6}" for n in counts))
-        names = sorted(self.single)
-        never = [f"{a} + {b}" for a, b in combinations(names, 2) if not self.pairs[a, b]]
-        met = len(names) * (len(names) - 1) // 2 - len(never)
-        lines.append(f"{met} pairs of {len(names)} features met, {len(never)} never did:")
-        lines += [f"  {pair}" for pair in never[:40]]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._rare()])
+
+    def _rare(self) -> list[str]:
+        """How often pairs met, and which never did; of two worlds or endings a program has one."""
+        pairs = [
+            (a, b)
+            for a, b in combinations(sorted(self.single), 2)
+            if not any(a.startswith(kind) and b.startswith(kind) for kind in ONE_OF)
+        ]
+        never = [f"  {a} + {b}" for a, b in pairs if not self.pairs[a, b]]
+        counts = sorted(self.pairs[pair] for pair in pairs)
+        few = sum(0 < n < 10 for n in counts)
+        met = len(pairs) - len(never)
+        middle = counts[len(counts) // 2] if counts else 0
+        line = f"{met} of {len(pairs)} pairs of {len(self.single)} features met, {few} of them fewer than 10 times"
+        return [f"{line}, half of them {middle} times or more. Never:", *never[:60]]
 
 
 def features(program: Program) -> set[str]:
@@ -64,7 +81,14 @@ def features(program: Program) -> set[str]:
             found |= {name for code, name in DTYPES.items() if code in step.code}
             found |= {"strides"} if any(code in step.code for code in LAYOUTS) else set()
         elif isinstance(step, Change):
-            found.add("hook" if "hook" in step.code else "in place")
+            fault = re.search(r'misbehave\("(\w+)"\)', step.code)
+            if fault:
+                found |= {
+                    f"fault: {fault[1]}",
+                    "in backward" if "hook" in step.code else "in forward",
+                }
+            else:
+                found.add("hook" if "hook" in step.code else "in place")
         elif isinstance(step, Block):
             found.add(step.wrap)
     for call in program.calls():

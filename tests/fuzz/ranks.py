@@ -76,7 +76,7 @@ def check(programs: Sequence[Program], limit: float = LIMIT) -> Iterator[Find]:
         named = {int(seed) for seed in re.findall(r"<program (\d+)>", str(failure))}
         suspects = [program for program in programs if program.seed in named] or programs
         finds = [find for program in suspects for find in check([program], limit)]
-        if not finds and isinstance(failure, RankFailed):
+        if not finds and (isinstance(failure, RankFailed) or stuck(world, sources, 2 * seconds)):
             finds = [Find(suspects[0], f"only after other programs:\n{failure}")]
         yield from finds
         rest = [program for program in programs if program not in suspects]
@@ -87,6 +87,15 @@ def check(programs: Sequence[Program], limit: float = LIMIT) -> Iterator[Find]:
         how = difference(program, results, {r: found[i] for r, found in enumerate(by_rank)})
         if how:
             yield Find(program, how)
+
+
+def stuck(world: int, sources: list[Source], seconds: float) -> bool:
+    """Tell whether programs do not end in twice their time either: no matter of a busy machine."""
+    try:
+        run_ranks(perform, world, sources, timeout=seconds)
+    except (RankFailed, RanksStuck):
+        return True
+    return False
 
 
 def warm_up() -> None:

@@ -41,7 +41,7 @@ def test_a_seed_gives_one_program():
 def test_every_feature_is_in_the_share():
     coverage = Coverage()
     for seed in range(PROGRAMS):
-        coverage.add(generate(seed))
+        coverage.add(features(generate(seed)))
     wanted = {f"ag.{name}" for name in FUNCTIONS} | {f"world of {n}" for n in range(1, 5)}
     wanted |= {f"op={op}" for op in reference.STACKED} | {"grad=same", "grad=none"}
     wanted |= {f"ending: {ending}" for ending in ("each", "together", "tie", "second")}
