@@ -47,6 +47,7 @@ Written from the docstrings by `make docs`. For every collective:
   are swapped: `wait` starts the adjoint and the start waits for it, so the overlap is mirrored. `min`, `max`,
   `prod` and `logsumexp` are complete when the handle is returned. Do not change the input before `wait()`: the
   call may not have read it yet. Handles may be waited for in any order; backward has the order of the starts.
+  Those of different groups are waited for in one order on all ranks.
 - While grad mode is on, a floating-point result requires grad on every rank, also of an input that does not. For
   counts and metrics use `grad="none"`, which every collective takes, or `torch.no_grad()`.
 - Inputs are never changed; results are new, contiguous tensors.

@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from fuzz.oracle import run_oracle
-from fuzz.program import Block, Change, Leaf, Local, Program
+from fuzz.program import Block, Change, Leaf, Local, Program, WaitInOrder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -88,9 +88,14 @@ def features(program: Program) -> set[str]:
                     "in backward" if "hook" in step.code else "in forward",
                 }
             else:
-                found.add("hook" if "hook" in step.code else "in place")
+                kinds = {"hook": "hook", "history": "histories by rank"}
+                found.add(next((kinds[k] for k in kinds if k in step.code), "in place"))
         elif isinstance(step, Block):
-            found.add(step.wrap)
+            found |= {step.wrap} | set(step.options.split(", ")) - {""}
+            some = step.wrap == "compile" and len(step.compiled_on) < program.world
+            found |= {"compiled on some ranks"} if some else set()
+        elif isinstance(step, WaitInOrder):
+            found.add("waited in another order")
     for call in program.calls():
         found.add(f"ag.{call.name}")
         found |= {f"{key}={call.options[key]}" for key in ("op", "grad") if key in call.options}

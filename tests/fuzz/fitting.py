@@ -36,7 +36,7 @@ def fits(held: dict[int, Tensor], what: str, dim: int | None, groups: list[list[
         return False
     for group in groups:
         shapes = [list(held[r].shape) for r in group]
-        if dim is not None and any(dim >= max(len(shape), 1) for shape in shapes):
+        if dim is not None and any(not inside(dim, max(len(shape), 1)) for shape in shapes):
             return False
         for shape in shapes if what in RAGGED else ():
             if shape:
@@ -46,23 +46,25 @@ def fits(held: dict[int, Tensor], what: str, dim: int | None, groups: list[list[
     return True
 
 
+def inside(dim: int, dims: int) -> bool:
+    return -dims <= dim < dims
+
+
 def ways_to_tell_sizes(
     variables: Sequence[dict[int, Tensor]],
     what: str,
     dim: int | None,
     groups: list[list[int]],
-    *,
-    traced: bool,
 ) -> list[str]:
-    """ "found", "given" and "equal", as far as the pieces allow; a traced call finds nothing out."""
+    """ "found", "given" and "equal", as far as the pieces allow."""
     if what not in ALONG_DIM or what == "gather_sizes":
         return ["found"]
     lengths = [
         [tuple(held[r].shape[dim] if held[r].dim() else 1 for r in group) for group in groups]
         for held in variables
     ]
-    ways = ["found"] * (not traced)
-    if all(found == lengths[0] for found in lengths) and not (traced and what == "all_to_all"):
+    ways = ["found"]
+    if all(found == lengths[0] for found in lengths):
         ways.append("given")
     if all(len(set(group)) == 1 for found in lengths for group in found):
         pieces = what in {"all_gather", "gather", "permute", "shift"}

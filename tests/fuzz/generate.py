@@ -6,20 +6,10 @@ from __future__ import annotations
 
 from random import Random
 
-from fuzz.fitting import (
-    ALL,
-    ALONG_DIM,
-    LINEAR,
-    RAGGED,
-    REDUCING,
-    SAME_GRAD,
-    SAME_SHAPE,
-    fits,
-    ops,
-    ways_to_tell_sizes,
-)
+from fuzz.fitting import LINEAR
 from fuzz.oracle import Oracle
-from fuzz.program import NESTS, Block, Call, Change, Leaf, Local, Program, Wait
+from fuzz.program import Block, Call, Change, Leaf, Local, Program, Wait, WaitInOrder
+from fuzz.proposals import propose
 
 LOCALS = (
     "{0}.sin()",
@@ -50,10 +40,10 @@ HOOK = "if {0}.requires_grad:\n    {0}.register_hook(lambda g: g if g is None el
 
 def generate(seed: int, *, compiled: bool = False) -> Program:
     """The program of a seed; with ``compiled`` some of its blocks are compiled on some ranks."""
-    return _Builder(seed, compiled=compiled).program()
+    return Builder(seed, compiled=compiled).program()
 
 
-class _Builder:
+class Builder:
     def __init__(self, seed: int, *, compiled: bool) -> None:
         self.seed, self.random, self.compiled = seed, Random(seed), compiled
         self.world = self.random.choice((1, 2, 2, 3, 3, 3, 4, 4))
@@ -85,8 +75,8 @@ class _Builder:
         for _ in range(self.random.randint(1, 2)):
             self.add_leaf()
         kinds = (self.add_leaf, self.add_local, self.add_strides, self.add_dtype, self.add_call)
-        kinds += (self.add_wait, self.add_hook, self.add_block, self.add_change)
-        weights = (6, 12, 10, 3, 45, 10, 4, 8, 5)
+        kinds += (self.add_wait, self.add_hook, self.add_block, self.add_change, self.add_history)
+        weights = (6, 12, 10, 6, 45, 9, 4, 25 if self.compiled else 8, 5, 2)
         for _ in range(4 if self.large else self.random.randint(2, 12)):
             self.random.choices(kinds, weights)[0]()
         if not any(isinstance(step, Call | Block) for step in self.steps):
@@ -201,7 +191,8 @@ class _Builder:
 
     def add_dtype(self) -> None:
         """Lower precision only for whole numbers: values stay exact, gradients are rounded."""
-        name = self.random.choice(self.names())
+        exact = self.names(lambda n: n in self.exact and self.is_float(n))
+        name = self.random.choice(exact if exact and self.chance(0.6) else self.names())
         if self.is_float(name):
             codes = DTYPES if name in self.exact else DTYPES[3:]
             code = self.random.choice(codes)
@@ -216,11 +207,32 @@ class _Builder:
         if names:
             self.attempt(Change(self.random.choice(names), HOOK))
 
+    def add_history(self) -> None:
+        """One rank more than the other has nodes of autograd behind it."""
+        name = self.random.choice(self.names())
+        self.attempt(Change(name, f"history({self.random.choice((3, 50, 400))} * rank)"))
+
     def add_wait(self) -> None:
+        if len(self.oracle.pending) > 1 and self.chance(0.5):
+            self.add_wait_in_order()
         if self.oracle.pending:
             handle = self.random.choice(sorted(self.oracle.pending))
             start = next(s for s in self.steps if getattr(s, "handle", "") == handle)
             self.attempt(Wait(start.outs, handle, start.nest))
+
+    def add_wait_in_order(self) -> None:
+        """Any order by rank among the handles of one group."""
+        starts = [s for s in self.steps if getattr(s, "handle", "") in self.oracle.pending]
+        starts = [s for s in starts if isinstance(s, Call)]
+        group = self.random.choice(starts).comm
+        handles = [s.handle for s in starts if s.comm == group]
+        orders = [
+            [h for h in handles if rank in self.oracle.pending[h][0]] for rank in range(self.world)
+        ]
+        for order in orders:
+            self.random.shuffle(order)
+        if len(handles) > 1:
+            self.attempt(WaitInOrder(tuple(handles), tuple(map(tuple, orders))))
 
     def add_change(self) -> None:
         """Change a result in place at once, or an input once the call is done with it."""
@@ -248,9 +260,11 @@ class _Builder:
             wrap = "checkpoint"
         if self.compiled and self.chance(0.6):
             wrap = "compile"
+        elif self.chance(0.3):
+            wrap = self.random.choice(self.other_wraps())
         before = len(self.steps)
         inner = self.add_local(name, codes=("{0}.sin()", "{0} * {0}", "{0} + 1")) or name
-        call = self.make_call(inner, linear=False, in_block=True, traced=wrap == "compile")
+        call = self.make_call(inner, linear=False, in_block=True)
         body = tuple(self.steps[before:])
         del self.steps[before:]
         for step in body:
@@ -262,12 +276,29 @@ class _Builder:
         out = self.fresh()
         codes = ["{0} * {0}", "{0} * 1.5"]
         result = Local(out + "_", self.random.choice(codes), call.outs)
-        if self.attempt(Block(out, wrap, name, (*body, result), ranks)):
+        options = self.compile_options() if wrap == "compile" else ""
+        if self.attempt(Block(out, wrap, name, (*body, result), ranks, options)):
             self.descend(out, (name,))
             self.from_calls.add(out)
+            if wrap == "no_grad":
+                return
             self.need_grad.add(out)
             if self.lockstep:  # its recomputation happens only where something needs it
                 self.forced.add(out)
+
+    def other_wraps(self) -> list[str]:
+        """A lockstep block is of one thread; for the other limit see "none" in propose."""
+        return ["thread"] * (not self.lockstep) + ["no_grad"] * (not self.all_need) or [
+            "checkpoint"
+        ]
+
+    def compile_options(self) -> str:
+        """AOTAutograd has no second derivatives; around lockstep, calls leave the graph."""
+        backend = "eager" if self.ending == "second" or self.chance(0.3) else "aot_eager"
+        options = [f'backend="{backend}"']
+        options += ["fullgraph=True"] * (not self.lockstep and self.chance(0.5))
+        options += ["dynamic=True"] * self.chance(0.3)
+        return ", ".join(options)
 
     # ------------------------------------------------------------------ collectives
 
@@ -277,18 +308,14 @@ class _Builder:
         *,
         linear: bool = False,
         in_block: bool = False,
-        traced: bool = False,
         async_allowed: bool = False,
     ) -> Call | None:
         """Add a collective of ``name`` or of any variable; ``linear`` ones save nothing."""
         for _ in range(12):
-            call = self.propose(name, linear=linear, in_block=in_block, traced=traced)
+            call = propose(self, name, linear=linear, in_block=in_block)
             if call is None:
                 continue
-            # See test_finds.py: test_lockstep_second_order_async.
-            safe = not (self.lockstep and self.ending == "second")
-            safe &= call.name != "gather_sizes"
-            if async_allowed and safe and self.chance(0.25):
+            if async_allowed and call.name != "gather_sizes" and self.chance(0.25):
                 call = Call(**{**call.__dict__, "handle": self.fresh("h")})
             if self.attempt(call):
                 for out, given in zip(call.outs, call.inputs, strict=True):
@@ -312,78 +339,3 @@ class _Builder:
             clamped = Local(self.fresh(), "{0}.clamp(-9, 9)", (out,))
             if self.attempt(clamped):
                 self.inherit(clamped.out, (out,))
-
-    def propose(self, name: str, *, linear: bool, in_block: bool, traced: bool) -> Call | None:
-        """A call whose pieces fit together on every group, or ``None``."""
-        rng, env = self.random, self.oracle.env
-        what = rng.choice(SAME_SHAPE + RAGGED)
-        comm = rng.choice(["world"] * 3 + list(self.oracle.comms))
-        groups = self.oracle.comms[comm]
-        if in_block and (sum(map(len, groups)) < self.world or what == "scatter"):
-            return None
-        given = name or rng.choice(self.names())
-        if any(r not in env[given] for group in groups for r in group):
-            return None
-        if what == "gather_sizes" and (in_block or linear):
-            return None
-        if linear and what in {"share", "split"}:
-            return None  # share hands its input through
-        args: dict[str, object] = {}
-        dims = next(iter(env[given].values())).dim()
-        if what in ALONG_DIM:
-            args["dim"] = rng.randrange(max(dims, 1))
-        inputs = [given]
-        nest = ""
-        if not name and not in_block and what != "gather_sizes" and self.chance(0.25):
-            nest = rng.choice(tuple(NESTS))
-            others = [n for n in self.names() if all(r in env[n] for g in groups for r in g)]
-            inputs += [rng.choice(others) for _ in range(rng.randint(0, 2))]
-            inputs += [given] if len(inputs) == 1 and nest in {"deep", "named", "data"} else []
-        if not all(fits(env[n], what, args.get("dim"), groups) for n in inputs):
-            return None
-        ranks = min(len(group) for group in groups)
-        if what in REDUCING:
-            some = set(LINEAR if linear else ALL)
-            some.intersection_update(*(ops(self.dtype(n)) for n in inputs))
-            if not some:
-                return None
-            args["op"] = rng.choice(sorted(some))
-        exact = args.get("op") in {"sum", "prod"} or all(map(self.is_float, inputs))
-        if what == "scan" and args["op"] != "mean" and exact and self.chance(0.4):
-            args["exclusive"] = True
-        if what in {"broadcast", "scatter"}:
-            args["src"] = rng.randrange(ranks)
-        if what in {"reduce", "gather"}:
-            args["dst"] = rng.randrange(ranks)
-        if what == "permute":
-            ends = rng.sample(range(ranks), ranks)
-            pairs = [(a, b) for a, b in enumerate(ends) if self.chance(0.75)]
-            args["pairs"] = pairs
-        if what == "shift":
-            args |= {"offset": rng.randint(-2, 2), "wrap": self.chance(0.6)}
-        grads = ["same"] * (what in SAME_GRAD) + ["none"] * (
-            what != "gather_sizes" and not in_block
-        )
-        if grads and self.chance(0.25):
-            args["grad"] = rng.choice(grads)
-        if self.all_need and args.get("grad") == "none":
-            # What is made of the result has no leaf below it: whether a rank's second backward comes
-            # to it depends on what else the rank did with it (seed 31436).
-            return None
-        if self.large and args.get("grad") == "same" and args.get("op", "sum") not in LINEAR:
-            return None  # every rank reduces a share: exact only where ranks do the same work
-        off_src = rng.choice(("empty", "any"))
-        free = what == "scatter" and not nest and not self.all_need
-        if free and (self.lockstep or given not in self.from_calls) and self.chance(0.4):
-            off_src = "None"
-        ways = ways_to_tell_sizes(
-            [env[n] for n in inputs], what, args.get("dim"), groups, traced=traced
-        )
-        if not ways:
-            return None
-        sizes = rng.choice(ways)
-        outs = tuple(self.fresh() for _ in inputs)
-        cut = rng.randrange(100)
-        return Call(
-            outs, what, tuple(inputs), tuple(args.items()), comm, sizes, cut, nest, "", off_src
-        )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fuzz.oracle import run_oracle
-from fuzz.program import Block, Call, Change, Leaf, Local, Program, Wait
+from fuzz.program import Block, Call, Change, Leaf, Local, Program, Wait, WaitInOrder
 from fuzz.ranks import Find, check
 
 if TYPE_CHECKING:
@@ -170,6 +170,8 @@ def without(program: Program, numbers: set[int]) -> Program:
 
 
 def needs(step) -> set[str]:
+    if isinstance(step, WaitInOrder):
+        return set(step.handles)
     names = {getattr(step, "input", ""), getattr(step, "target", "")}
     names |= set(getattr(step, "inputs", ()))
     return (names | ({step.handle} if isinstance(step, Wait) else set())) - {""}

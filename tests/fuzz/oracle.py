@@ -8,7 +8,19 @@ import torch
 
 import reference
 from fuzz import prelude
-from fuzz.program import Block, Call, Change, Leaf, Local, Program, Wait, Writer, chosen_cut, comms
+from fuzz.program import (
+    Block,
+    Call,
+    Change,
+    Leaf,
+    Local,
+    Program,
+    Wait,
+    WaitInOrder,
+    Writer,
+    chosen_cut,
+    comms,
+)
 
 
 class Refused(Exception):
@@ -49,6 +61,8 @@ class Oracle:
 
     def _local(self, s: Local) -> None:
         ranks = sorted(set.intersection(*(set(self.env[name]) for name in s.inputs)))
+        if not ranks:
+            raise Refused
         self.ranks[id(s)] = ranks
         made = {r: self._evaluate(s.code.format(*s.inputs), r) for r in ranks}
         refuse_extremes(made.values())
@@ -58,6 +72,7 @@ class Oracle:
         self.ranks[id(s)] = ranks = sorted(self.env[s.target])
         for r in ranks:
             names = {**self._at(r), "rank": r, "misbehave": lambda _: None}
+            names["history"] = prelude.history
             exec(s.code.format(s.target), names)
 
     def _evaluate(self, code: str, rank: int) -> torch.Tensor:
@@ -67,14 +82,18 @@ class Oracle:
         return {name: held[rank] for name, held in self.env.items() if rank in held}
 
     def _block(self, s: Block) -> None:
-        self.ranks[id(s)] = sorted(self.env[s.input])
         for step in s.body:
             self.run(step)
         inner = [name for step in s.body for name in getattr(step, "outs", None) or (step.out,)]
-        self.env[s.out] = self.env[inner[-1]]
+        made = self.env[inner[-1]]
+        self.ranks[id(s)] = sorted(made)
+        self.env[s.out] = {r: x.detach() for r, x in made.items()} if s.wrap == "no_grad" else made
         for name in inner:
             if name != s.out:
                 self.forget(name)
+
+    def _waitinorder(self, s: WaitInOrder) -> None:
+        self.ranks[id(s)] = list(range(self.world))
 
     def _wait(self, s: Wait) -> None:
         results = self.pending.pop(s.handle)

@@ -1,6 +1,7 @@
 """What every random program may use; a printed program carries this text with it."""
 
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,27 @@ def leaf(rank, shape, kind, seed, needs_grad):
         whole = torch.randint(-1, 2, shape, generator=random)
         made = {"ties": whole.double(), "int": whole, "bool": whole > 0}[kind]
     return made.requires_grad_(needs_grad and made.is_floating_point())
+
+
+def thread(function, x):
+    """What the function gives, computed on another thread."""
+    made = []
+    other = Thread(target=lambda: made.append(function(x)))
+    other.start()
+    other.join()
+    return made[0]
+
+
+def no_grad(function, x):
+    with torch.no_grad():
+        return function(x)
+
+
+def history(nodes):
+    """Make nodes of autograd that nobody uses."""
+    x = torch.zeros((), requires_grad=True)
+    for _ in range(nodes):
+        x = x + 1
 
 
 def use(x, rank):

@@ -64,6 +64,14 @@ class Wait:
 
 
 @dataclass(frozen=True)
+class WaitInOrder:
+    """Ranks wait for the same handles, each in an order of its own; their results come later."""
+
+    handles: tuple[str, ...]
+    orders: tuple[tuple[str, ...], ...]  # by rank
+
+
+@dataclass(frozen=True)
 class Change:
     """A change in place, or a hook: a statement about one variable, without a result."""
 
@@ -73,13 +81,16 @@ class Change:
 
 @dataclass(frozen=True)
 class Block:
-    """Steps in a function of their own: "checkpoint", "reentrant" or "compile" (on some ranks)."""
+    """Steps in a function of their own: "checkpoint", "reentrant", "thread", "no_grad", or "compile"
+    on some ranks.
+    """
 
     out: str
     wrap: str
     input: str
     body: tuple[Local | Call, ...]
     compiled_on: tuple[int, ...] = ()
+    options: str = ""  # of torch.compile
 
 
 @dataclass(frozen=True)
@@ -246,6 +257,13 @@ class Writer:
     def _wait(self, s: Wait) -> str:
         return self._put(s.outs, f"{s.handle}.wait()", s.nest)
 
+    def _waitinorder(self, s: WaitInOrder) -> str:
+        code = {rank: f"[{', '.join(order)}]" for rank, order in enumerate(s.orders)}
+        lines = [
+            f"{'el' * (rank > 0)}if rank == {rank}:\n    handles = {code[rank]}" for rank in code
+        ]
+        return "\n".join([*lines, "for handle in handles:\n    handle.wait()"])
+
     def _put(self, outs: tuple[str, ...], code: str, nest: str) -> str:
         if not nest:
             return f"{outs[0]} = {code}"
@@ -256,9 +274,11 @@ class Writer:
         body = "\n".join([*(self.step(step) for step in s.body), f"return {s.body[-1].out}"])
         function = f"def block_{s.out}({s.input}):\n{indent(body, '    ')}\n"
         if s.wrap == "compile":
-            call = f'torch.compile(block_{s.out}, backend="aot_eager")({s.input})'
+            call = f"torch.compile(block_{s.out}, {s.options})({s.input})"
             if len(s.compiled_on) < self.program.world:
                 call += f" if rank in {set(s.compiled_on)} else block_{s.out}({s.input})"
+        elif s.wrap in {"thread", "no_grad"}:
+            call = f"{s.wrap}(block_{s.out}, {s.input})"
         else:
             reentrant = s.wrap == "reentrant"
             call = f"checkpoint(block_{s.out}, {s.input}, use_reentrant={reentrant})"

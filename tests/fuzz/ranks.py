@@ -71,12 +71,18 @@ def check(programs: Sequence[Program], limit: float = LIMIT) -> Iterator[Find]:
         by_rank = run_ranks(perform, world, sources, timeout=seconds)
     except (RankFailed, RanksStuck) as failure:
         if len(programs) == 1:
-            yield Find(programs[0], str(failure))
+            if not cannot_be_ordered(world, str(failure)):
+                yield Find(programs[0], str(failure))
             return
         named = {int(seed) for seed in re.findall(r"<program (\d+)>", str(failure))}
         suspects = [program for program in programs if program.seed in named] or programs
         finds = [find for program in suspects for find in check([program], limit)]
-        if not finds and (isinstance(failure, RankFailed) or stuck(world, sources, 2 * seconds)):
+        odd = not cannot_be_ordered(world, str(failure))
+        if (
+            not finds
+            and odd
+            and (isinstance(failure, RankFailed) or stuck(world, sources, 2 * seconds))
+        ):
             finds = [Find(suspects[0], f"only after other programs:\n{failure}")]
         yield from finds
         rest = [program for program in programs if program not in suspects]
@@ -87,6 +93,12 @@ def check(programs: Sequence[Program], limit: float = LIMIT) -> Iterator[Find]:
         how = difference(program, results, {r: found[i] for r, found in enumerate(by_rank)})
         if how:
             yield Find(program, how)
+
+
+def cannot_be_ordered(world: int, how: str) -> bool:
+    """Tell whether every rank says so: calls of several threads, the first of a process's."""
+    errors = how.count("CollectiveMismatch: "), how.count("backward came to ")
+    return "because several threads made the graph" in how and errors == (world, world)
 
 
 def stuck(world: int, sources: list[Source], seconds: float) -> bool:

@@ -39,8 +39,10 @@ T = TypeVar("T")
 class Handle(Generic[T]):
     """A pending collective; ``wait()`` gives its result.
 
-    Waiting twice gives the same result, on any thread and in any order. A handle that nobody
-    waits for still runs; without a result there is no gradient.
+    Waiting twice gives the same result, on any thread and in any order; each rank may wait for the
+    handles of one group in an order of its own, but for those of several groups all ranks wait in
+    one order: backward runs in it. A handle that nobody waits for still runs; without a result there
+    is no gradient.
     """
 
     def __init__(self, finish: Callable[[], T]) -> None:

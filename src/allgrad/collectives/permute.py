@@ -199,7 +199,7 @@ def _destinations(name: str, call: Call, pairs: Iterable[tuple[int, int]]) -> li
     to = [-1] * call.size
     for entry in pairs:
         if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-            raise InputError(f"{name}: {entry!r} is not a (from, to) pair.\nGive pairs of call.")
+            raise InputError(f"{name}: {entry!r} is not a (from, to) pair.\nGive pairs of ranks.")
         a = check_rank(name, call, "from", entry[0])
         b = check_rank(name, call, "to", entry[1])
         if to[a] >= 0 or b in to:
