@@ -29,7 +29,7 @@ class Traffic:
     def __enter__(self):
         find_topology(resolve("Traffic", None))  # what a group finds out once is not counted
         self.calls, self.sent, self.received = Counter(), 0, 0
-        self.sent_to = Counter()  # point to point
+        self.sent_to, self.posted = Counter(), []  # point to point
         names = [name for name in MOVERS if hasattr(dist.ProcessGroup, name)]
         self.real = {name: getattr(dist.ProcessGroup, name) for name in names}
         self.kept = {name: vars(dist.ProcessGroup)[name] for name in names}
@@ -64,6 +64,8 @@ class Traffic:
         if MOVERS[name] == "all_gather_into_tensor":
             return 0, 0
         (x,) = x
+        if name in {"send", "recv"}:
+            self.posted.append((name, args[0]))
         if name == "send":
             self.sent_to[args[0]] += x.nbytes
         if name == "broadcast":

@@ -3,6 +3,7 @@
 ``ALLGRAD_HOST`` puts the ranks of one machine on several hosts.
 """
 
+import contextlib
 import os
 
 import pytest
@@ -23,6 +24,7 @@ OPERATIONS = [
 ]
 LAYOUTS = ("aabb", "abab", "abbb", "abca")  # the host of each rank
 ROWS = (2, 0, 3, 1)
+SENT = ((1, 2, 0, 3), (0, 0, 0, 0), (3, 0, 0, 0), (1, 1, 1, 1))  # by sender and receiver
 
 
 def group_on(layout):
@@ -40,8 +42,14 @@ def group_on(layout):
     return group
 
 
-def forced():
-    return algorithms.using(**dict.fromkeys(OPERATIONS, "across_hosts"))
+@contextlib.contextmanager
+def forced(segment=across_hosts.SEGMENT):
+    before, across_hosts.SEGMENT = across_hosts.SEGMENT, segment
+    try:
+        with algorithms.using(**dict.fromkeys(OPERATIONS, "across_hosts")):
+            yield
+    finally:
+        across_hosts.SEGMENT = before
 
 
 CALLS = {
@@ -56,6 +64,11 @@ CALLS = {
         lambda xs: reference.reduce_scatter(xs, sizes=list(ROWS)),
     ),
     "all_reduce": ((5,) * 4, lambda x, g: ag.all_reduce(x, group=g), reference.all_reduce),
+    "all_to_all": (
+        (6, 0, 3, 4),
+        lambda x, g: ag.all_to_all(x, send_sizes=SENT[dist.get_rank()], group=g),
+        lambda xs: reference.all_to_all(xs, send=SENT),
+    ),
     "broadcast": (
         (5,) * 4,
         lambda x, g: ag.broadcast(x, 1, group=g),
@@ -78,7 +91,7 @@ def test_every_algorithm_across_hosts_is_tested():
 def test_values_and_gradients_are_exact(layout):
     group = group_on(layout)
     for rows, call, wanted in CALLS.values():
-        with forced():
+        with forced(segment=48):  # bytes: the last one is shorter
             check_exact(lambda x, call=call: call(x, group), wanted, pieces([(n, 3) for n in rows]))
 
 
@@ -87,7 +100,7 @@ def test_values_and_gradients_are_exact(layout):
 def test_a_sum_has_the_same_bits_on_every_rank(rank, layout):
     group = group_on(layout)
     x = torch.randn(70_001, generator=torch.Generator().manual_seed(rank))
-    with forced():
+    with forced(segment=1 << 16):
         found = ag.all_reduce(x, group=group)
     everyone = ag.all_gather(found.view(torch.int32).unsqueeze(0))
     assert (everyone == everyone[0]).all()
@@ -99,6 +112,7 @@ CROSSING = {
     "all_gather": (lambda x, g: ag.all_gather(x, sizes="equal", group=g), 2),
     "reduce_scatter": (lambda x, g: ag.reduce_scatter(x, sizes="equal", group=g), 0.5),
     "all_reduce": (lambda x, g: ag.all_reduce(x, group=g), 1),
+    "all_to_all": (lambda x, g: ag.all_to_all(x, send_sizes="equal", group=g), 1),
     "broadcast": (lambda x, g: ag.broadcast(x, 1, group=g), 1),
     "reduce": (lambda x, g: ag.reduce(x, 2, group=g), 1),
 }
@@ -113,6 +127,22 @@ def test_every_byte_leaves_a_host_once(rank):
             call(x, group)
         leaving = sum(traffic.sent_to[peer] for peer in (2, 3)) if rank < 2 else 0
         assert ag.all_reduce(torch.tensor(leaving)).item() == expected * x.nbytes, name
+
+
+@pytest.mark.ranks(4)
+def test_receives_are_announced_before_data_goes_the_other_way(rank):
+    """Announced behind it, they would wait for it, and a link's directions would take turns."""
+    group = group_on("aabb")
+    x = torch.ones(PIECE)
+    peers = (2, 3) if rank < 2 else (0, 1)
+    for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+        with Traffic() as traffic:
+            CROSSING[name][0](x, group)
+        posted = [(what, peer) for what, peer in traffic.posted if peer in peers]
+        both = [peer for peer in peers if ("send", peer) in posted and ("recv", peer) in posted]
+        assert both, name
+        for peer in both:
+            assert posted.index(("recv", peer)) < posted.index(("send", peer)), name
 
 
 @pytest.mark.ranks(4)

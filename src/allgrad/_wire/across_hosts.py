@@ -10,6 +10,7 @@ host, or with one rank on each, these send what those do.
 
 from __future__ import annotations
 
+from collections import deque
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,25 +18,28 @@ import torch
 
 from allgrad._core.partition import even
 from allgrad._wire.hosts import find_topology
+from allgrad._wire.messages import exchange, start, wait
 from allgrad._wire.point_to_point import (
     _add_received,
     _around,
     _even_chunks,
     _in_chunks,
+    _recv_and_pass_on,
     _reduce_own_block,
-    _start,
-    _wait,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
     from allgrad._wire.calls import Call
     from allgrad._wire.topology import Topology
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce", "reduce_scatter"]
+
+SEGMENT = 4 << 20  # bytes of a sum that go through its stages together
+_DONE = object()
 
 
 def all_gather(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
@@ -47,17 +51,17 @@ def all_gather(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
     out = x.new_empty((sum(counts), *x.shape[1:]))
     blocks = out.split(counts)
     after, before = _around(_local_ranks(call), call.rank)
-    works = [*_start(call, [(x, to) for to in (*_carriers(topology, call.rank), *after)], ())]
     coming = {
-        rank: _start(call, (), [(blocks[rank], rank)]) for rank in _carried(topology, call.rank)
+        rank: start(call, (), [(blocks[rank], rank)]) for rank in _carried(topology, call.rank)
     }
+    works = [*start(call, [(x, to) for to in (*_carriers(topology, call.rank), *after)], ())]
     inside = [(blocks[r], peer) for peer in before for r in (peer, *_carried(topology, peer))]
-    works += _start(call, (), inside)
+    works += start(call, (), inside)
     blocks[call.rank].copy_(x)
     for rank, arrival in coming.items():
-        _wait(call, out, arrival)
-        works += _start(call, [(blocks[rank], peer) for peer in after], ())
-    _wait(call, out, works)
+        wait(call, out, arrival)
+        works += start(call, [(blocks[rank], peer) for peer in after], ())
+    wait(call, out, works)
     return out
 
 
@@ -69,6 +73,9 @@ def reduce_scatter(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
     blocks = x.split(counts)
     topology = find_topology(call)
     after, before = _around(_local_ranks(call), call.rank)
+    carriers = _carriers(topology, call.rank)
+    received = x.new_empty((len(carriers), *blocks[call.rank].shape)).unbind()
+    coming = start(call, (), list(zip(received, carriers, strict=True)))
     # What leaves the host goes first: links between hosts are slow.
     turns = {rank: (*_carried(topology, rank), rank) for rank in _local_ranks(call)}
     sums: list[Tensor] = []
@@ -76,63 +83,70 @@ def reduce_scatter(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
     for turn in range(max(map(len, turns.values()))):
         sends = [(blocks[turns[to][turn]], to) for to in after if turn < len(turns[to])]
         if turn >= len(turns[call.rank]):
-            works += _start(call, _in_chunks(sends), ())
+            works += start(call, _in_chunks(sends), ())
             continue
         target = turns[call.rank][turn]
         sums.append(_add_received(call, x, blocks[target], before, sends))
         if target != call.rank:
-            works += _start(call, [(sums[-1], target)], ())
+            works += start(call, [(sums[-1], target)], ())
     out = sums[-1]
-    carriers = _carriers(topology, call.rank)
-    received = out.new_empty((len(carriers), *out.shape)).unbind()
-    _wait(call, x, _start(call, (), list(zip(received, carriers, strict=True))))
+    wait(call, x, coming)
     for term in received:
         out += term
-    _wait(call, x, works)
+    wait(call, x, works)
     return out
 
 
 def all_reduce(call: Call, x: Tensor, scratch: bool = False) -> Tensor:
     """The sum on every rank: a chunk for each local rank, added up in the host, then among hosts.
 
+    Long tensors go in segments: while one crosses the link, hosts add up the next.
     ``scratch`` gives ``x`` away: the result takes its memory.
     """
     out = x if scratch else torch.empty_like(x)
-    local = _local_ranks(call)
-    hosts = find_topology(call).hosts
-    carriers = min(len(ranks) for ranks in hosts)
-    lengths = even(x.numel(), carriers) + (0,) * (len(local) - carriers)
-    sums = dict(zip(local, out.view(-1).split(lengths), strict=True))
-    terms = dict(zip(local, x.view(-1).split(lengths), strict=True))
-    own = _reduce_own_block(call, x, terms, sums[call.rank])
-    if own.numel() and len(hosts) > 1:
-        at = local.index(call.rank)
-        _all_reduce_among(call, x, own, tuple(ranks[at] for ranks in hosts))
-    after, before = _around(local, call.rank)
-    sends, recvs = [(own, rank) for rank in after], [(sums[rank], rank) for rank in before]
-    _wait(call, x, _start(call, sends, recvs))
+    if not x.numel():
+        return out
+    length = _segment_length(x)
+    segments = [
+        _reduce_segment(call, x, term, total)
+        for term, total in zip(x.view(-1).split(length), out.view(-1).split(length), strict=True)
+    ]
+    _run_in_pipeline(segments)
+    return out
+
+
+def all_to_all(
+    call: Call, x: Tensor, send: Sequence[int], receive: Sequence[int], equal: bool = False
+) -> Tensor:
+    """Block ``r`` to rank ``r``, all at once: every byte crosses once, in both directions together."""
+    pieces: Sequence[Tensor]
+    blocks: Sequence[Tensor]
+    if equal:
+        out, by_rank = torch.empty_like(x), (call.size, x.numel() // call.size)
+        pieces, blocks = x.view(by_rank).unbind(), out.view(by_rank).unbind()
+    else:
+        out = x.new_empty((sum(receive), *x.shape[1:]))
+        pieces, blocks = x.split(send), out.split(receive)
+    after, before = _around(range(call.size), call.rank)
+    works = exchange(call, [(pieces[r], r) for r in after], [(blocks[r], r) for r in before])
+    blocks[call.rank].copy_(pieces[call.rank])
+    wait(call, x if equal else x.new_empty(0), works)  # ranks may hold any lengths
     return out
 
 
 def broadcast(call: Call, x: Tensor, src: int) -> Tensor:
     """What ``src`` holds: on each host one chunk to every rank, which sends it to the others."""
-    out = x.clone() if call.rank == src else torch.empty_like(x)
-    if call.rank == src:
-        groups = _without(find_topology(call), src)
-        sends = [
-            transfer
-            for ranks in groups
-            for transfer in zip(_even_chunks(x, len(ranks)), ranks, strict=True)
-        ]
-        _wait(call, x, _start(call, sends, ()))
-        return out
-    receivers = tuple(rank for rank in _local_ranks(call) if rank != src)
-    chunks = dict(zip(receivers, _even_chunks(out, len(receivers)), strict=True))
-    own = chunks.pop(call.rank)
-    works = _start(call, (), [(chunk, rank) for rank, chunk in chunks.items()])
-    _wait(call, x, _start(call, (), [(own, src)]))
-    _wait(call, x, _start(call, [(own, rank) for rank in chunks], ()))
-    _wait(call, x, works)
+    if call.rank != src:
+        receivers = tuple(rank for rank in _local_ranks(call) if rank != src)
+        return _recv_and_pass_on(call, x, src, receivers)
+    sends = [
+        transfer
+        for ranks in _without(find_topology(call), src)
+        for transfer in zip(_even_chunks(x, len(ranks)), ranks, strict=True)
+    ]
+    works = start(call, sends, ())
+    out = x.clone()
+    wait(call, x, works)
     return out
 
 
@@ -141,9 +155,9 @@ def reduce(call: Call, x: Tensor, dst: int) -> Tensor:
     if call.rank != dst:
         owners = tuple(rank for rank in _local_ranks(call) if rank != dst)
         blocks = dict(zip(owners, _even_chunks(x, len(owners)), strict=True))
-        works = _start(call, [(_reduce_own_block(call, x, blocks), dst)], ())
+        works = start(call, [(_reduce_own_block(call, x, blocks), dst)], ())
         zeros = torch.zeros_like(x)
-        _wait(call, x, works)
+        wait(call, x, works)
         return zeros
     groups = _without(find_topology(call), dst)
     sums = x.new_empty((len(groups), *x.shape)).unbind()
@@ -152,7 +166,7 @@ def reduce(call: Call, x: Tensor, dst: int) -> Tensor:
         for ranks, total in zip(groups, sums, strict=True)
         for transfer in zip(_even_chunks(total, len(ranks)), ranks, strict=True)
     ]
-    _wait(call, x, _start(call, (), recvs))
+    wait(call, x, start(call, (), recvs))
     out = x.clone()
     for total in sums:
         out += total
@@ -162,21 +176,79 @@ def reduce(call: Call, x: Tensor, dst: int) -> Tensor:
 # ---- what they share -------------------------------------------------------------------------
 
 
-def _all_reduce_among(call: Call, alike: Tensor, x: Tensor, ranks: tuple[int, ...]) -> None:
-    """Replace ``x`` by its sum over these ranks: each adds up one chunk and sends it to the others.
+def _run_in_pipeline(segments: Iterable[Iterator[None]]) -> None:
+    """Take segments from ``yield`` to ``yield``: while one waits for messages, the next sends its own."""
+    waiting = deque(segments)
+    under_way: list[Iterator[None]] = []
+    while waiting or under_way:
+        if waiting:
+            under_way.insert(0, waiting.popleft())
+        under_way = [segment for segment in under_way if next(segment, _DONE) is not _DONE]
 
-    Two ranks exchange the whole, in one step, and add it in the same order.
-    """
-    if len(ranks) == 2:
-        other, peer = torch.empty_like(x), ranks[call.rank == ranks[0]]
-        _wait(call, alike, _start(call, [(x, peer)], [(other, peer)]))
-        torch.add(*((x, other) if call.rank == ranks[0] else (other, x)), out=x)
-        return
+
+def _reduce_segment(call: Call, alike: Tensor, x: Tensor, out: Tensor) -> Iterator[None]:
+    """Sum one segment on every rank; each ``yield`` is where messages are under way."""
+    hosts, local = find_topology(call).hosts, _local_ranks(call)
+    carriers = min(len(ranks) for ranks in hosts)
+    lengths = even(x.numel(), carriers) + (0,) * (len(local) - carriers)
+    terms = dict(zip(local, x.split(lengths), strict=True))
+    sums = dict(zip(local, out.split(lengths), strict=True))
+    after, before = _around(local, call.rank)
+    term, own = terms[call.rank], sums[call.rank]
+    received = term.new_empty((len(before), *term.shape)).unbind()
+    sends = [(terms[rank], rank) for rank in after]
+    works = start(call, sends, list(zip(received, before, strict=True)))
+    yield
+    wait(call, alike, works)
+    for number, other in enumerate(received):
+        torch.add(own if number else term, other, out=own)
+    if not received:
+        own.copy_(term)
+    at = local.index(call.rank)
+    counterparts = tuple(ranks[at % len(ranks)] for ranks in hosts)
+    among = _exchange_sums if len(hosts) == 2 else _all_reduce_in_chunks
+    yield from among(call, alike, own, counterparts)
+    sends, recvs = [(own, rank) for rank in after], [(sums[rank], rank) for rank in before]
+    works = start(call, sends, recvs)
+    yield
+    wait(call, alike, works)
+
+
+def _exchange_sums(call: Call, alike: Tensor, x: Tensor, ranks: tuple[int, ...]) -> Iterator[None]:
+    """Replace ``x`` by its sum over two ranks, which both add, in the same order."""
+    other, peer = torch.empty_like(x), ranks[call.rank == ranks[0]]
+    works = exchange(call, [(x, peer)], [(other, peer)])
+    yield
+    wait(call, alike, works)
+    torch.add(*((x, other) if call.rank == ranks[0] else (other, x)), out=x)
+
+
+def _all_reduce_in_chunks(
+    call: Call, alike: Tensor, x: Tensor, ranks: tuple[int, ...]
+) -> Iterator[None]:
+    """Replace ``x`` by its sum over these ranks: each adds up one chunk and sends it to the others."""
     chunks = dict(zip(ranks, _even_chunks(x, len(ranks)), strict=True))
-    own = _reduce_own_block(call, alike, chunks, chunks[call.rank])
+    own = chunks[call.rank]
     after, before = _around(ranks, call.rank)
+    received = own.new_empty((len(before), *own.shape)).unbind()
+    sends, recvs = (
+        [(chunks[rank], rank) for rank in after],
+        list(zip(received, before, strict=True)),
+    )
+    works = exchange(call, sends, recvs)
+    yield
+    wait(call, alike, works)
+    for other in received:
+        own += other
     sends, recvs = [(own, rank) for rank in after], [(chunks[rank], rank) for rank in before]
-    _wait(call, alike, _start(call, sends, recvs))
+    works = exchange(call, sends, recvs)
+    yield
+    wait(call, alike, works)
+
+
+def _segment_length(x: Tensor) -> int:
+    """How many elements of a tensor go through the stages together."""
+    return SEGMENT // x.element_size()
 
 
 def _local_ranks(call: Call) -> tuple[int, ...]:

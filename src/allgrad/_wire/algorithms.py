@@ -280,6 +280,12 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
             _pairwise,
             _exchange,
         ),
+        Algorithm(
+            "across_hosts",
+            across_hosts.all_to_all,
+            lambda s: s.gloo and s.hosts > 1,
+            _exchange,
+        ),
         Algorithm("backend", eager.all_to_all, _always, _exchange),
     ),
     "broadcast": (

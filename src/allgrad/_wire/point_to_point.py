@@ -10,28 +10,23 @@ For tensors on the host. ``algorithms`` says where each is used.
 
 from __future__ import annotations
 
-import time
 from functools import lru_cache
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from allgrad._core.partition import even
-from allgrad._wire import deadline, diagnosis, watchdog
-from allgrad._wire.codec import DTYPES
-from allgrad.errors import RankRaised
+from allgrad._wire import deadline
+from allgrad._wire.messages import start, wait
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import TypeAlias
 
     from torch import Tensor
 
     from allgrad._wire.calls import Call
-
-    # What is sent or received into, and the rank at the other end.
-    Transfer: TypeAlias = tuple[Tensor, int]
+    from allgrad._wire.messages import Transfer
 
 __all__ = [
     "CHUNK",
@@ -55,8 +50,6 @@ __all__ = [
 # in flight at once as fit into IN_FLIGHT.
 CHUNK, IN_FLIGHT = 2 << 20, 8 << 20
 ROOT = 0
-_TAG = 1 << 30  # not the tag of messages that the caller may be sending meanwhile
-_DTYPES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 # ---- star ------------------------------------------------------------------------------------
@@ -70,7 +63,7 @@ def star_all_reduce(call: Call, x: Tensor, scratch: bool = False) -> Tensor:  # 
         # While both ranks send at once, Gloo's thread spins on the connection that the caller
         # uses. One after the other they take half of the processor time, and no longer.
         total = torch.empty_like(x)
-        _wait(call, x, _start(call, (), [(total, 1)]))
+        wait(call, x, start(call, (), [(total, 1)]))
         torch.add(x, total, out=total)
     else:
         total = _recv_stacked(call, x).sum(0, dtype=x.dtype)
@@ -110,7 +103,7 @@ def star_all_to_all(call: Call, x: Tensor, *_: object) -> Tensor:
 
 def _exchange_with_root(call: Call, alike: Tensor, x: Tensor, out: Tensor) -> Tensor:
     """Send ``x`` to the root, and receive this rank's part of the result into ``out``."""
-    _wait(call, alike, _start(call, [(x, ROOT)], [(out, ROOT)]))
+    wait(call, alike, start(call, [(x, ROOT)], [(out, ROOT)]))
     return out
 
 
@@ -123,14 +116,14 @@ def _recv_stacked(call: Call, x: Tensor) -> Tensor:
 
 def _recv_all(call: Call, alike: Tensor, x: Tensor, into: Sequence[Tensor]) -> None:
     """On the root: receive every rank's piece, its own included."""
-    works = _start(call, (), [(into[rank], rank) for rank in range(1, call.size)])
+    works = start(call, (), [(into[rank], rank) for rank in range(1, call.size)])
     into[ROOT].copy_(x)
-    _wait(call, alike, works)
+    wait(call, alike, works)
 
 
 def _send_all(call: Call, alike: Tensor, parts: Sequence[Tensor]) -> None:
     """On the root: send every rank its part."""
-    _wait(call, alike, _start(call, [(parts[rank], rank) for rank in range(1, call.size)], ()))
+    wait(call, alike, start(call, [(parts[rank], rank) for rank in range(1, call.size)], ()))
 
 
 # ---- pairwise --------------------------------------------------------------------------------
@@ -157,13 +150,13 @@ def pairwise_in_turns(call: Call, x: Tensor, *_: object) -> Tensor:
     by_rank = call.size, x.numel() // call.size
     pieces, blocks = x.view(by_rank).unbind(), out.view(by_rank).unbind()
     below, above = range(call.rank), range(call.rank + 1, call.size)
-    from_above = _start(call, (), [(blocks[rank], rank) for rank in above])
-    from_below = _start(call, (), [(blocks[rank], rank) for rank in below])
-    sends = _start(call, [(pieces[rank], rank) for rank in below], ())
+    from_above = start(call, (), [(blocks[rank], rank) for rank in above])
+    from_below = start(call, (), [(blocks[rank], rank) for rank in below])
+    sends = start(call, [(pieces[rank], rank) for rank in below], ())
     blocks[call.rank].copy_(pieces[call.rank])
-    _wait(call, x, from_above)
-    sends = [*sends, *_start(call, [(pieces[rank], rank) for rank in above], ())]
-    _wait(call, x, [*from_below, *sends])
+    wait(call, x, from_above)
+    sends = [*sends, *start(call, [(pieces[rank], rank) for rank in above], ())]
+    wait(call, x, [*from_below, *sends])
     return out
 
 
@@ -177,11 +170,11 @@ def _exchange_all(
 ) -> None:
     """Send every rank its piece, and receive a block from each; the own one is copied."""
     after, before = _around(range(call.size), call.rank)
-    works = _start(
+    works = start(
         call, [(pieces[to], to) for to in after], [(blocks[source], source) for source in before]
     )
     blocks[call.rank].copy_(pieces[call.rank])
-    _wait(call, alike, works)
+    wait(call, alike, works)
 
 
 # ---- linear ----------------------------------------------------------------------------------
@@ -191,11 +184,11 @@ def linear_broadcast(call: Call, x: Tensor, src: int) -> Tensor:
     """What ``src`` holds, sent by it to every rank at once."""
     if call.rank != src:
         out = torch.empty_like(x)
-        _wait(call, x, _start(call, (), [(out, src)]))
+        wait(call, x, start(call, (), [(out, src)]))
         return out
-    works = _start(call, [(x, rank) for rank in _others(call.size, src)], ())
+    works = start(call, [(x, rank) for rank in _others(call.size, src)], ())
     out = x.clone()
-    _wait(call, x, works)
+    wait(call, x, works)
     return out
 
 
@@ -203,9 +196,9 @@ def linear_reduce(call: Call, x: Tensor, dst: int) -> Tensor:
     """The sum on ``dst``, to which every rank sends; zeros on the others."""
     if call.rank == dst:
         return _add_received(call, x, x, _others(call.size, dst))
-    works = _start(call, _in_chunks([(x, dst)]), ())
+    works = start(call, _in_chunks([(x, dst)]), ())
     zeros = torch.zeros_like(x)
-    _wait(call, x, works)
+    wait(call, x, works)
     return zeros
 
 
@@ -216,18 +209,11 @@ def chunked_broadcast(call: Call, x: Tensor, src: int) -> Tensor:
     """What ``src`` holds: one chunk to each of the others, who send them to one another."""
     others = _others(call.size, src)
     if call.rank == src:
-        works = _start(call, list(zip(_even_chunks(x, len(others)), others, strict=True)), ())
+        works = start(call, list(zip(_even_chunks(x, len(others)), others, strict=True)), ())
         out = x.clone()
-        _wait(call, x, works)
+        wait(call, x, works)
         return out
-    out = torch.empty_like(x)
-    chunks = dict(zip(others, _even_chunks(out, len(others)), strict=True))
-    own = chunks.pop(call.rank)
-    works = _start(call, (), [(chunk, rank) for rank, chunk in chunks.items()])
-    _wait(call, x, _start(call, (), [(own, src)]))
-    _wait(call, x, _start(call, [(own, rank) for rank in chunks], ()))
-    _wait(call, x, works)
-    return out
+    return _recv_and_pass_on(call, x, src, others)
 
 
 def chunked_reduce(call: Call, x: Tensor, dst: int) -> Tensor:
@@ -236,12 +222,12 @@ def chunked_reduce(call: Call, x: Tensor, dst: int) -> Tensor:
     if call.rank == dst:
         out = torch.empty_like(x)
         chunks = _even_chunks(out, len(others))
-        _wait(call, x, _start(call, (), list(zip(chunks, others, strict=True))))
+        wait(call, x, start(call, (), list(zip(chunks, others, strict=True))))
         return out.add_(x)
     own = _reduce_own_block(call, x, dict(zip(others, _even_chunks(x, len(others)), strict=True)))
-    works = _start(call, [(own, dst)], ())
+    works = start(call, [(own, dst)], ())
     zeros = torch.zeros_like(x)
-    _wait(call, x, works)
+    wait(call, x, works)
     return zeros
 
 
@@ -255,11 +241,23 @@ def chunked_all_reduce(call: Call, x: Tensor, scratch: bool = False) -> Tensor:
     own = _reduce_own_block(call, x, dict(enumerate(_even_chunks(x, call.size))), sums[call.rank])
     after, before = _around(range(call.size), call.rank)
     sends, recvs = [(own, rank) for rank in after], [(sums[rank], rank) for rank in before]
-    _wait(call, x, _start(call, sends, recvs))
+    wait(call, x, start(call, sends, recvs))
     return out
 
 
 # ---- what they share -------------------------------------------------------------------------
+
+
+def _recv_and_pass_on(call: Call, x: Tensor, src: int, ranks: Sequence[int]) -> Tensor:
+    """What ``src`` holds: a chunk from it, sent to the others of these ranks, and theirs."""
+    out = torch.empty_like(x)
+    chunks = dict(zip(ranks, _even_chunks(out, len(ranks)), strict=True))
+    own = chunks.pop(call.rank)
+    works = start(call, (), [(chunk, rank) for rank, chunk in chunks.items()])
+    wait(call, x, start(call, (), [(own, src)]))
+    wait(call, x, start(call, [(own, rank) for rank in chunks], ()))
+    wait(call, x, works)
+    return out
 
 
 def _reduce_own_block(
@@ -287,7 +285,7 @@ def _add_received(  # noqa: PLR0917
     terms, sums = _chunks(x), _chunks(out)
     turns = [(chunk, source) for chunk in range(len(terms)) for source in sources if x.numel()]
     if not turns:
-        _wait(call, alike, _start(call, _in_chunks(sends), ()))
+        wait(call, alike, start(call, _in_chunks(sends), ()))
         return out.copy_(x)
     ahead = min(len(turns), max(1, IN_FLIGHT // terms[0].nbytes))
     buffers = terms[0].new_empty((ahead, *terms[0].shape)).unbind()
@@ -295,18 +293,18 @@ def _add_received(  # noqa: PLR0917
     for turn, (chunk, source) in enumerate(turns):
         buffer = buffers[turn % ahead]
         recvs.append((buffer[: len(terms[chunk])] if chunk else buffer, source))
-    works = _start(call, _in_chunks(sends) if sends else (), recvs[:ahead])
+    works = start(call, _in_chunks(sends) if sends else (), recvs[:ahead])
     receiving, sending = list(works[:ahead]), works[ahead:]
     # A rank that listens for others pays for every wait: it waits for all at once.
     at_once = 1 if deadline.STATE.no_deadline else ahead
     for turn, (chunk, source) in enumerate(turns):
         if turn % at_once == 0:
-            _wait(call, alike, receiving[turn : turn + at_once])
+            wait(call, alike, receiving[turn : turn + at_once])
         so_far = terms[chunk] if source == sources[0] else sums[chunk]
         torch.add(so_far, recvs[turn][0], out=sums[chunk])
         if turn + ahead < len(turns):
-            receiving += _start(call, (), [recvs[turn + ahead]])
-    _wait(call, alike, sending)
+            receiving += start(call, (), [recvs[turn + ahead]])
+    wait(call, alike, sending)
     return out
 
 
@@ -341,59 +339,3 @@ def _around(ranks: Sequence[int], rank: int) -> tuple[tuple[int, ...], tuple[int
     at = ranks.index(rank)
     after = (*ranks[at + 1 :], *ranks[:at])
     return after, after[::-1]
-
-
-def _tag(x: Tensor) -> int:
-    """Tensors of other shapes or dtypes never meet, where Gloo would end the process, or add up bytes
-    (test_unequal_tensors_never_meet). A number and a vector of one element are alike.
-    """
-    shape = x.shape
-    return _TAG | hash((_DTYPES[x.dtype], shape if len(shape) > 1 else x.numel())) & (_TAG - 1)
-
-
-def _start(call: Call, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> Sequence[Any]:
-    """Post sends before receives; tensors without elements are not sent.
-
-    Return receives first: when they are done, most sends are done too.
-    """
-    process_group = call.group.process_group
-    receiving: list[Any] = []
-    sending: list[Any] = []
-    try:
-        if not (deadline.STATE.no_deadline and call.group.registered):
-            deadline.prepare(call)
-        if watchdog.STATE.thread is None:
-            watchdog.start()
-        for x, peer in sends:
-            if x.numel():
-                sending.append(process_group.send([x], peer, _tag(x)))
-        for x, peer in recvs:
-            if x.numel():
-                receiving.append(process_group.recv([x], peer, _tag(x)))
-    except RuntimeError as error:
-        deadline.close_connections(call)
-        raise diagnosis.explain(call, error, 0.0, deadline.STATE.seconds) from error
-    return receiving + sending
-
-
-def _wait(call: Call, alike: Tensor, works: Sequence[Any]) -> None:
-    """Wait for what was started; ``alike`` has one shape and dtype on every rank."""
-    began = time.monotonic()
-    try:
-        if deadline.STATE.no_deadline:
-            watchdog.STATE.waiting = call, alike, began
-            for work in works:
-                work.wait()
-            watchdog.STATE.waiting = None
-        else:
-            deadline.wait_for_all(call, works)
-    except (RuntimeError, RankRaised) as error:
-        watchdog.STATE.waiting = None
-        deadline.close_connections(call)
-        if isinstance(error, RankRaised):
-            raise
-        waited = time.monotonic() - began
-        explained = watchdog.mismatch() or diagnosis.explain(
-            call, error, waited, deadline.STATE.seconds, alike
-        )
-        raise explained from error

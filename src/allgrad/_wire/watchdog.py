@@ -1,6 +1,6 @@
 """A watchdog for waits without a deadline: it ends those of ranks that bring different tensors.
 
-Messages of other shapes or dtypes never meet (``point_to_point``), so ranks that bring such tensors to
+Messages of other shapes or dtypes never meet (``messages``), so ranks that bring such tensors to
 one call wait for each other. A thread of each process looks once a second. While this rank waits, it
 writes into the group's store which call that is and what the rank brought, and reads what some other
 ranks wrote. A difference in the same call ends the wait, on every rank.

@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,6 +28,7 @@ from torch.distributed.nn import functional as nn
 from torch.nn.functional import pad
 
 from allgrad._core.torch_internals import functional_collectives
+from allgrad._wire.algorithms import TABLE
 from allgrad.cli.bench import algorithms
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.all_reduce import all_reduce
@@ -34,7 +36,7 @@ from allgrad.collectives.all_to_all import all_to_all
 from allgrad.collectives.broadcast import broadcast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -42,25 +44,63 @@ if TYPE_CHECKING:
 
 __all__ = ["Implementation", "barrier", "baseline_of", "implementations_of"]
 
+_ADJOINT = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all",
+    "broadcast": "reduce",
+}
 Map: TypeAlias = "Callable[[list[Tensor]], list[Tensor]]"
 functional = functional_collectives()
 
 
 class Implementation(NamedTuple):
-    """The map of tensors and the map of gradients; without ``backward``, autograd is used."""
+    """The map of tensors and the map of gradients; without ``backward``, autograd is used.
+
+    ``algorithms`` are taken whatever their limits, by operation.
+    """
 
     forward: Map
     backward: Map | None = None
+    algorithms: Mapping[str, str] = MappingProxyType({})
 
 
-def implementations_of(case: Case, rank: int) -> dict[str, Implementation]:
-    """All implementations of a case by name, including its baseline."""
+def implementations_of(
+    case: Case, rank: int, peers: Sequence[str] | None = None, *, every_algorithm: bool = False
+) -> dict[str, Implementation]:
+    """All implementations of a case by name, including its baseline.
+
+    With ``peers``, of the others only those; with ``every_algorithm``, allgrad also by each
+    algorithm that its table has for the operation.
+    """
     if case.tensors > 1:
-        return _MANY
-    if case.skewed:
-        return _skewed(case, rank)
-    found: dict[str, Implementation] = _EQUAL[case.operation](rank)
+        found = _MANY
+    elif case.skewed:
+        found = _skewed(case, rank)
+    else:
+        found = _EQUAL[case.operation](rank)
+    if peers is not None:
+        kept = {baseline_of(case), *peers}
+        found = {n: i for n, i in found.items() if n.startswith("allgrad") or n in kept}
+    if every_algorithm and case.tensors == 1 and not case.skewed:
+        found = found | _by_algorithm(case.operation, found["allgrad"])
     return found
+
+
+def _by_algorithm(operation: str, ours: Implementation) -> dict[str, Implementation]:
+    """The adjoint takes the algorithm of the same name, if it has one."""
+    known = {one: {entry.name for entry in entries} for one, entries in TABLE.items()}
+    return {
+        f"allgrad, {entry.name}": ours._replace(
+            algorithms={
+                one: entry.name
+                for one in (operation, _ADJOINT[operation])
+                if entry.name in known[one]
+            }
+        )
+        for entry in TABLE[operation]
+    }
 
 
 def baseline_of(case: Case) -> str:

@@ -60,6 +60,13 @@ def bench(
         str | None,
         typer.Option(help="Rate of each host's link, such as 200mbit.", show_default="unlimited"),
     ] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(help="Of the peers only these, with commas, beside the baseline."),
+    ] = None,
+    every_algorithm: Annotated[
+        bool, typer.Option(help="Measure allgrad by every algorithm of its table, too.")
+    ] = False,
     quick: Annotated[
         bool, typer.Option(help="Small pieces, 2 ranks, few samples, no memory: about a minute.")
     ] = False,
@@ -81,7 +88,15 @@ def bench(
         raise typer.BadParameter(str(error)) from error
     try:
         with _hosts(hosts, ranks_per_host, link) as made:
-            correct = measure(chosen, repeats, memory, json=json, png=png, hosts=made)
+            which = None if peers is None else [word.strip() for word in peers.split(",")]
+            correct = measure(
+                *(chosen, repeats, memory),
+                json=json,
+                png=png,
+                hosts=made,
+                peers=which,
+                every_algorithm=every_algorithm,
+            )
     except HostsUnavailable as error:
         raise typer.BadParameter(str(error), param_hint="--link") from error
     if not correct:
@@ -104,6 +119,8 @@ def measure(
     json: Path | None,
     png: Path | None,
     hosts: Hosts | None = None,
+    peers: list[str] | None = None,
+    every_algorithm: bool = False,
 ) -> bool:
     """Measure, print, write, and tell whether allgrad's results were all correct."""
     console = Console()
@@ -126,7 +143,15 @@ def measure(
                 console.print(words)
 
         measured = []
-        for found in run.run(chosen, repeats, memory=memory, tell=tell, hosts=hosts):
+        steps = run.run(
+            *(chosen, repeats),
+            memory=memory,
+            tell=tell,
+            hosts=hosts,
+            peers=peers,
+            every_algorithm=every_algorithm,
+        )
+        for found in steps:
             measured.append(found)
             if json is not None:  # after every case, so that an interrupted run keeps its results
                 show.write_json(json, about, measured)

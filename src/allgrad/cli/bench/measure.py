@@ -5,17 +5,22 @@ from __future__ import annotations
 import random
 import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from allgrad._wire.algorithms import using
 from allgrad._wire.world import rank_of
 from allgrad.cli.bench.baselines import barrier, implementations_of
 from allgrad.cli.bench.cases import expected, inputs_and_gradients
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
     from torch import Tensor
 
     from allgrad.cli.bench.baselines import Implementation
@@ -42,14 +47,20 @@ class PeakMemory:
     both: int
 
 
-def measure_time(case: Case, repeats: int, calls: int) -> dict[str, Times]:
+def measure_time(
+    case: Case,
+    repeats: int,
+    calls: int,
+    peers: Sequence[str] | None = None,
+    every_algorithm: bool = False,
+) -> dict[str, Times]:
     """Time every implementation, one after another, in a new random order for each round.
 
     A sample is ``calls`` calls with one backward pass, as in a training step.
     """
     warnings.simplefilter("ignore", FutureWarning)
     rank = rank_of()
-    implementations = implementations_of(case, rank)
+    implementations = implementations_of(case, rank, peers, every_algorithm=every_algorithm)
     inputs, gs = _prepare(case, rank, calls)
     want = expected(case, rank)
     times = {
@@ -114,12 +125,16 @@ def _run(
     *,
     back: bool = True,
 ) -> None:
-    with torch.set_grad_enabled(implementation.backward is None):
+    with _using(implementation), torch.set_grad_enabled(implementation.backward is None):
         if not back:
             for xs in inputs:
                 implementation.forward(xs)
             return
         _backward(implementation, inputs, [implementation.forward(xs) for xs in inputs], gs)
+
+
+def _using(implementation: Implementation) -> AbstractContextManager[None]:
+    return using(**implementation.algorithms) if implementation.algorithms else nullcontext()
 
 
 def _wrong(
@@ -128,7 +143,7 @@ def _wrong(
     gs: list[Tensor],
     want: tuple[list[Tensor], list[Tensor]],
 ) -> str:
-    with torch.set_grad_enabled(implementation.backward is None):
+    with _using(implementation), torch.set_grad_enabled(implementation.backward is None):
         ys = implementation.forward(xs)
         gradients = _backward(implementation, [xs], [ys], gs)
     if not all(torch.equal(y, w) for y, w in zip(ys, want[0], strict=True)):

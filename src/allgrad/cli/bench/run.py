@@ -90,15 +90,18 @@ def run(
     memory: bool,
     tell: Callable[[Case, str], None] = lambda *_: None,
     hosts: Hosts | None = None,
+    peers: Sequence[str] | None = None,
+    every_algorithm: bool = False,
 ) -> Iterator[Measured]:
     """Measure the cases, one after another; ``tell`` is called before each step.
 
-    With ``hosts``, the ranks of every case run on them.
+    With ``hosts``, the ranks of every case run on them. ``peers`` and ``every_algorithm`` are those
+    of ``implementations_of``.
     """
     largest = max((case.nbytes for case in cases), default=0)
     for case in cases:
         tell(case, "time")
-        found = _timed(case, repeats, hosts)
+        found = _timed(case, repeats, hosts, peers, every_algorithm)
         if memory and case.nbytes == largest and can_measure_memory():
             for name, summary in found.implementations.items():
                 tell(case, f"memory of {name}")
@@ -125,13 +128,18 @@ def can_measure_memory() -> bool:
     return Path("/proc/self/clear_refs").exists()
 
 
-def _timed(case: Case, repeats: int | None, hosts: Hosts | None) -> Measured:
+def _timed(
+    case: Case,
+    repeats: int | None,
+    hosts: Hosts | None,
+    *which: Any,
+) -> Measured:
     rounds = _rounds(case) if repeats is None else repeats
     calls = 100 if case.nbytes <= _TINY else 10 if case.nbytes * case.tensors <= _SMALL else 1
     if hosts is None:
-        by_rank = run_ranks(measure_time, case.world, case, rounds, calls, timeout=_LIMIT)
+        by_rank = run_ranks(measure_time, case.world, case, rounds, calls, *which, timeout=_LIMIT)
     else:
-        by_rank = hosts.run(measure_time, case, rounds, calls, timeout=_LIMIT)
+        by_rank = hosts.run(measure_time, case, rounds, calls, *which, timeout=_LIMIT)
     results = {name: _slowest([times[name] for times in by_rank]) for name in by_rank[0]}
     return Measured(case, baseline_of(case), results)
 

@@ -1,0 +1,91 @@
+"""Messages between two ranks: start sends and receives, wait for them, explain what failed."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from allgrad._wire import deadline, diagnosis, watchdog
+from allgrad._wire.codec import DTYPES
+from allgrad.errors import RankRaised
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import TypeAlias
+
+    from torch import Tensor
+
+    from allgrad._wire.calls import Call
+
+    # What is sent or received into, and the rank at the other end.
+    Transfer: TypeAlias = tuple[Tensor, int]
+
+__all__ = ["exchange", "start", "wait"]
+
+_TAG = 1 << 30  # not the tag of messages that the caller may be sending meanwhile
+_DTYPES = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+
+def start(call: Call, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> Sequence[Any]:
+    """Post sends before receives; tensors without elements are not sent.
+
+    Return receives first: when they are done, most sends are done too.
+    """
+    process_group = call.group.process_group
+    receiving: list[Any] = []
+    sending: list[Any] = []
+    try:
+        if not (deadline.STATE.no_deadline and call.group.registered):
+            deadline.prepare(call)
+        if watchdog.STATE.thread is None:
+            watchdog.start()
+        for x, peer in sends:
+            if x.numel():
+                sending.append(process_group.send([x], peer, _tag(x)))
+        for x, peer in recvs:
+            if x.numel():
+                receiving.append(process_group.recv([x], peer, _tag(x)))
+    except RuntimeError as error:
+        deadline.close_connections(call)
+        raise diagnosis.explain(call, error, 0.0, deadline.STATE.seconds) from error
+    return receiving + sending
+
+
+def exchange(call: Call, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> list[Any]:
+    """Post receives before sends: Gloo announces a receive on the connection that carries the data.
+
+    Announced after a long message in the other direction, it would wait for all of it, and the two
+    directions of a link would be used one after the other.
+    """
+    return [*start(call, (), recvs), *start(call, sends, ())]
+
+
+def wait(call: Call, alike: Tensor, works: Sequence[Any]) -> None:
+    """Wait for what was started; ``alike`` has one shape and dtype on every rank."""
+    began = time.monotonic()
+    try:
+        if deadline.STATE.no_deadline:
+            watchdog.STATE.waiting = call, alike, began
+            for work in works:
+                work.wait()
+            watchdog.STATE.waiting = None
+        else:
+            deadline.wait_for_all(call, works)
+    except (RuntimeError, RankRaised) as error:
+        watchdog.STATE.waiting = None
+        deadline.close_connections(call)
+        if isinstance(error, RankRaised):
+            raise
+        waited = time.monotonic() - began
+        explained = watchdog.mismatch() or diagnosis.explain(
+            call, error, waited, deadline.STATE.seconds, alike
+        )
+        raise explained from error
+
+
+def _tag(x: Tensor) -> int:
+    """Tensors of other shapes or dtypes never meet, where Gloo would end the process, or add up bytes
+    (test_unequal_tensors_never_meet). A number and a vector of one element are alike.
+    """
+    shape = x.shape
+    return _TAG | hash((_DTYPES[x.dtype], shape if len(shape) > 1 else x.numel())) & (_TAG - 1)
