@@ -5,6 +5,7 @@
     docs/modes.md           its table, from benchmarks/results/modes.json
     docs/failures.md        its tables, from benchmarks/results/failures.json and
                             failures_between_hosts.json
+    docs/plan.md            its table, from benchmarks/results/plan.json
 
 ``python docs/generate.py RUN.json ...`` first stores runs of ``allgrad bench --json RUN.json`` in
 collectives.json. The tests write the others with ``ALLGRAD_STORE_RESULTS=1``.
@@ -71,8 +72,9 @@ def pages() -> dict[Path, str]:
         "performance": performance_table,
         "modes": modes_table,
         "failures": failures_table,
+        "plan": plan_table,
     }
-    stored = {"performance": "collectives", "modes": "modes", "failures": "failures"}
+    stored = {name: name for name in tables} | {"performance": "collectives"}
     made = {DOCS / "collectives.md": collectives_page()}
     for name, table in tables.items():
         page, text = DOCS / f"{name}.md", table(load(stored[name]))
@@ -176,6 +178,30 @@ def failures_table(scenarios: dict[str, dict[str, Any]]) -> str:
     ]
     most = max(len(scenario["ranks"]) for scenario in scenarios.values())
     return _table(("what happens", *(f"rank {rank}" for rank in range(most))), rows)
+
+
+def plan_table(compared: dict[str, Any]) -> str:
+    """A row for each algorithm and world: measured and predicted microseconds by size."""
+    cells = compared["cells"]
+    sizes = sorted({cell["bytes"] for cell in cells})
+    times = {
+        (cell["operation"], cell["algorithm"], cell["ranks"], cell["bytes"]): cell for cell in cells
+    }
+    rows = []
+    for operation, algorithm, ranks in dict.fromkeys(key[:3] for key in times):
+        found = [times[operation, algorithm, ranks, nbytes] for nbytes in sizes]
+        shown = (f"{1e6 * c['measured']:.0f} / {1e6 * c['predicted']:.0f}" for c in found)
+        rows.append((f"`{operation}`", algorithm, str(ranks), *shown))
+    head = "", "algorithm", "ranks", *(f"{_size(nbytes)}, us" for nbytes in sizes)
+    words = [
+        f"{good} of {count} ({100 * good // count} %)"
+        for good, count in (compared["within_2x"], compared["order"])
+    ]
+    summary = (
+        f"Within a factor of two: {words[0]} times. In the right order: {words[1]} pairs of "
+        f"algorithms for one call.\n{compared['links']['about']}; measured / predicted:\n\n"
+    )
+    return summary + _table(head, rows)
 
 
 def _failures_cell(end: dict[str, Any]) -> str:

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from allgrad._core.partition import even
-from allgrad._wire import across_hosts, eager
+from allgrad._wire import across_hosts, costs, eager
 from allgrad._wire import point_to_point as p2p
+from allgrad._wire.costs import Cost
 from allgrad._wire.groups import Backend
 from allgrad._wire.hosts import find_topology
 from allgrad._wire.topology import ONE_HOST, Topology
@@ -80,13 +81,6 @@ class Situation(NamedTuple):
         return self.backend is Backend.GLOO and not self.on_host
 
 
-class Cost(NamedTuple):
-    """What the busiest rank does: messages that follow one another, bytes sent and received."""
-
-    steps: float
-    nbytes: float
-
-
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """One way to run an operation: its function, where it is used, and what it costs there."""
@@ -128,21 +122,10 @@ def _many_to_a_host(s: Situation) -> bool:
     return s.gloo and 1 < s.hosts < s.ranks
 
 
-def _rooted_across_hosts(s: Situation) -> Cost:
-    """The busiest is the root, or a rank that passes on its chunk of what a host gets."""
-    local = s.ranks // s.hosts
-    root = s.piece * (s.hosts if local > 1 else s.hosts - 1)
-    others = local if s.hosts > 1 else local - 1
-    return Cost(3, max(root, s.piece * (2 - 1 / others)))
-
-
-def _ring(s: Situation, rounds: int = 1) -> Cost:
-    return Cost(rounds * (s.ranks - 1), 2 * rounds * s.total * (1 - 1 / s.ranks))
-
-
-def _exchange(s: Situation) -> Cost:
-    """An all_to_all of this rank's memory, of which its own block stays."""
-    return Cost(1, 2 * s.piece * (1 - 1 / s.ranks))
+def _in_two_steps(s: Situation) -> Cost:
+    parts = s._replace(piece=-(-s.piece // s.ranks), total=s.piece, can_add=False)
+    first, second = (parts._replace(operation=name) for name in ("reduce_scatter", "all_gather"))
+    return choose(first).cost(first).then(choose(second).cost(second))
 
 
 TABLE: dict[str, tuple[Algorithm, ...]] = {
@@ -151,77 +134,49 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
             "across_hosts",
             across_hosts.all_reduce,
             lambda s: _many_to_a_host(s) and s.piece > FLAT_PIECE,
-            lambda s: Cost(4, 4 * s.piece * (1 - 1 / s.ranks)),
+            costs.across_hosts_all_reduce,
         ),
-        Algorithm(
-            "two_steps",
-            _all_reduce_in_two_steps,
-            lambda s: not s.can_add,
-            lambda s: Cost(2, 4 * s.piece * (1 - 1 / s.ranks)),
-        ),
+        Algorithm("two_steps", _all_reduce_in_two_steps, lambda s: not s.can_add, _in_two_steps),
         Algorithm(
             "star",
             p2p.star_all_reduce,
             lambda s: s.gloo and s.piece <= (STAR_SUM_OF_TWO if s.ranks == 2 else STAR_SUM),
-            lambda s: Cost(2, 2 * (s.ranks - 1) * s.piece),
+            costs.star_all_reduce,
         ),
-        Algorithm(
-            "chunked",
-            p2p.chunked_all_reduce,
-            lambda s: s.gloo,
-            lambda s: Cost(2, 4 * s.piece * (1 - 1 / s.ranks)),
-        ),
-        Algorithm(
-            "backend",
-            eager.all_reduce,
-            _always,
-            lambda s: Cost(2 * (s.ranks - 1), 4 * s.piece * (1 - 1 / s.ranks)),
-        ),
+        Algorithm("chunked", p2p.chunked_all_reduce, lambda s: s.gloo, costs.chunked_all_reduce),
+        Algorithm("backend", eager.all_reduce, _always, costs.backend_all_reduce),
     ),
     "all_gather": (
         Algorithm(
             "across_hosts",
             across_hosts.all_gather,
             lambda s: _many_to_a_host(s) and s.total > FLAT_TOTAL,
-            lambda s: Cost(2, 2 * (s.ranks - 1) * s.piece),
+            costs.across_hosts_all_gather,
         ),
-        Algorithm(
-            "star",
-            p2p.star_all_gather,
-            _small,
-            lambda s: Cost(2, (s.ranks - 1) * (s.total + s.total / s.ranks)),
-        ),
+        Algorithm("star", p2p.star_all_gather, _small, costs.star_all_gather),
         Algorithm(
             "copies",
             eager.all_gather_by_copies,
             lambda s: (
                 (s.gloo and s.total <= STAR_TOTAL) or (s.gloo_device and s.piece <= COPIES_PIECE)
             ),
-            lambda s: Cost(1, 2 * (s.ranks - 1) * s.piece),
+            costs.copies_all_gather,
         ),
-        Algorithm(
-            "pairwise",
-            p2p.pairwise_all_gather,
-            lambda s: s.gloo,
-            lambda s: Cost(1, 2 * (s.ranks - 1) * s.piece),
-        ),
+        Algorithm("pairwise", p2p.pairwise_all_gather, lambda s: s.gloo, costs.pairwise_all_gather),
         Algorithm(
             "backend",
             eager.all_gather,
             lambda s: s.equal and s.backend is not Backend.GLOO,
-            _ring,
+            costs.backend_all_gather,
         ),
         Algorithm(
             "backend_list",
             eager.all_gather_list,
             lambda s: s.backend is Backend.NCCL,
-            lambda s: Cost(s.ranks, 2 * s.total),
+            costs.list_all_gather,
         ),
         Algorithm(
-            "broadcasts",
-            eager.all_gather_by_broadcasts,
-            _always,
-            lambda s: Cost(s.ranks, 2 * s.total),
+            "broadcasts", eager.all_gather_by_broadcasts, _always, costs.broadcasts_all_gather
         ),
     ),
     "reduce_scatter": (
@@ -229,19 +184,14 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
             "across_hosts",
             across_hosts.reduce_scatter,
             lambda s: _many_to_a_host(s) and s.total > FLAT_TOTAL,
-            lambda s: Cost(2, 2 * (s.ranks - 1) * s.piece),
+            costs.across_hosts_reduce_scatter,
         ),
-        Algorithm(
-            "star",
-            p2p.star_reduce_scatter,
-            _small,
-            lambda s: Cost(2, (s.ranks - 1) * (s.total + s.total / s.ranks)),
-        ),
+        Algorithm("star", p2p.star_reduce_scatter, _small, costs.star_reduce_scatter),
         Algorithm(
             "pairwise",
             p2p.pairwise_reduce_scatter,
             lambda s: s.gloo and s.piece > EXCHANGE_BLOCK,
-            lambda s: Cost(1, 2 * (s.ranks - 1) * s.piece),
+            costs.pairwise_reduce_scatter,
         ),
         Algorithm(
             "exchange",
@@ -251,85 +201,57 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
                 or not s.can_add
                 or not (s.equal or s.backend is Backend.NCCL)
             ),
-            lambda s: Cost(1, 2 * (s.ranks - 1) * s.piece),
+            costs.exchange_reduce_scatter,
         ),
-        Algorithm("backend", eager.reduce_scatter, lambda s: s.equal, _ring),
-        Algorithm(
-            "backend_list",
-            eager.reduce_scatter_list,
-            _always,
-            lambda s: Cost(s.ranks, 2 * s.total),
-        ),
+        Algorithm("backend", eager.reduce_scatter, lambda s: s.equal, costs.backend_reduce_scatter),
+        Algorithm("backend_list", eager.reduce_scatter_list, _always, costs.list_reduce_scatter),
     ),
     "all_to_all": (
         Algorithm(
-            "star",
-            p2p.star_all_to_all,
-            lambda s: s.equal and _small(s),
-            lambda s: Cost(2, 2 * (s.ranks - 1) * s.piece),
+            "star", p2p.star_all_to_all, lambda s: s.equal and _small(s), costs.star_all_to_all
         ),
         Algorithm(
             "pairwise_in_turns",
             p2p.pairwise_in_turns,
             lambda s: _pairwise(s) and s.piece <= s.ranks * EXCHANGE_BLOCK,
-            lambda s: Cost(2, 2 * s.piece * (1 - 1 / s.ranks)),
+            costs.pairwise_in_turns,
         ),
-        Algorithm(
-            "pairwise",
-            p2p.pairwise_all_to_all,
-            _pairwise,
-            _exchange,
-        ),
+        Algorithm("pairwise", p2p.pairwise_all_to_all, _pairwise, costs.pairwise_all_to_all),
         Algorithm(
             "across_hosts",
             across_hosts.all_to_all,
             lambda s: s.gloo and s.hosts > 1,
-            _exchange,
+            costs.pairwise_all_to_all,
         ),
-        Algorithm("backend", eager.all_to_all, _always, _exchange),
+        Algorithm("backend", eager.all_to_all, _always, costs.backend_all_to_all),
     ),
     "broadcast": (
         Algorithm(
             "across_hosts",
             across_hosts.broadcast,
             lambda s: _many_to_a_host(s) and s.piece > FLAT_PIECE,
-            _rooted_across_hosts,
+            costs.across_hosts_broadcast,
         ),
-        Algorithm(
-            "linear",
-            p2p.linear_broadcast,
-            _linear,
-            lambda s: Cost(1, (s.ranks - 1) * s.piece),
-        ),
-        Algorithm(
-            "chunked",
-            p2p.chunked_broadcast,
-            lambda s: s.gloo,
-            lambda s: Cost(2, s.piece * (1 + (s.ranks - 2) / (s.ranks - 1))),
-        ),
-        Algorithm("backend", eager.broadcast, _always, lambda s: Cost(s.ranks - 1, 2 * s.piece)),
+        Algorithm("linear", p2p.linear_broadcast, _linear, costs.linear_broadcast),
+        Algorithm("chunked", p2p.chunked_broadcast, lambda s: s.gloo, costs.chunked_broadcast),
+        Algorithm("backend", eager.broadcast, _always, costs.backend_broadcast),
     ),
     "reduce": (
         Algorithm(
             "across_hosts",
             across_hosts.reduce,
             lambda s: _many_to_a_host(s) and s.piece > FLAT_PIECE,
-            _rooted_across_hosts,
+            costs.across_hosts_reduce,
         ),
-        Algorithm("linear", p2p.linear_reduce, _linear, lambda s: Cost(1, (s.ranks - 1) * s.piece)),
-        Algorithm(
-            "chunked",
-            p2p.chunked_reduce,
-            lambda s: s.gloo,
-            lambda s: Cost(2, s.piece * (1 + (s.ranks - 2) / (s.ranks - 1))),
-        ),
+        Algorithm("linear", p2p.linear_reduce, _linear, costs.linear_reduce),
+        Algorithm("chunked", p2p.chunked_reduce, lambda s: s.gloo, costs.chunked_reduce),
         Algorithm(
             "gather",
             eager.reduce_by_gather,
             lambda s: s.backend is Backend.GLOO or not s.can_add,
-            lambda s: Cost(1, (s.ranks - 1) * s.piece),
+            costs.gather_reduce,
         ),
-        Algorithm("backend", eager.reduce, _always, lambda s: Cost(s.ranks - 1, 2 * s.piece)),
+        Algorithm("backend", eager.reduce, _always, costs.backend_reduce),
     ),
 }
 

@@ -13,6 +13,7 @@ import typer
 from allgrad.cli.bench.command import bench
 from allgrad.cli.doctor.command import doctor
 from allgrad.cli.parity import parity
+from allgrad.cli.plan.command import plan
 from allgrad.cli.report import report
 from allgrad.errors import GroupError
 
@@ -42,6 +43,7 @@ app.command()(bench)
 app.command()(report)
 app.command()(doctor)
 app.command()(parity)
+app.command()(plan)
 
 
 @app.callback()

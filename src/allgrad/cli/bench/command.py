@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from allgrad.cli.bench import calibrate as calibration
 from allgrad.cli.bench import cases, run, show
 from allgrad.errors import InputError
 from allgrad.testing import Hosts, HostsUnavailable, why_no_hosts
@@ -70,6 +71,10 @@ def bench(
     quick: Annotated[
         bool, typer.Option(help="Small pieces, 2 ranks, few samples, no memory: about a minute.")
     ] = False,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="Measure links and algorithms instead; write what allgrad plan reads."),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write all results to this file.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the results to this file.")] = None,
 ) -> None:
@@ -82,6 +87,9 @@ def bench(
                 f"Hosts cannot be made here: {why_no_hosts()}.", param_hint="--hosts"
             )
         ranks, memory = str(hosts * ranks_per_host), False
+    if calibrate is not None:
+        _calibrate(calibrate, repeats, hosts, link)
+        return
     try:
         chosen = choose(ranks, sizes, only)
     except InputError as error:
@@ -101,6 +109,19 @@ def bench(
         raise typer.BadParameter(str(error), param_hint="--link") from error
     if not correct:
         raise typer.Exit(1)
+
+
+def _calibrate(path: Path, repeats: int | None, hosts: int | None, link: str | None) -> None:
+    if not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"There is no directory {path.parent}.", param_hint="--calibrate")
+    found = run.machine()
+    about = f"Gloo, {found['cores']} cores, torch {found['torch']}"
+    if hosts is not None:
+        about += f", links of {link or 'unlimited rate'}"
+    with Console().status("measuring every algorithm with 2 and 4 ranks"):
+        links = calibration.calibrate(about, repeats or 9, hosts, link)
+    links.write(path)
+    typer.echo(f"Wrote {path}. Use it with: allgrad plan --links {path}")
 
 
 def _hosts(

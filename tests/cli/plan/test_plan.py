@@ -1,0 +1,79 @@
+"""``allgrad plan``: its table, its JSON, a step of clip_loss, and clear errors."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from allgrad._wire import algorithms
+from allgrad._wire.groups import Backend
+from allgrad._wire.link_model import LOOPBACK
+from allgrad.cli.main import app
+from allgrad.cli.plan.clip_step import ClipStep
+from allgrad.losses import clip_loss
+from allgrad.testing import run_ranks
+from counting import Counted
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "120"})
+
+
+def test_every_call_and_the_step_in_three_worlds(tmp_path):
+    path = tmp_path / "plan.json"
+    done = run("--json", str(path), "--tflops", "1")
+    assert done.exit_code == 0, done.output
+    assert "16,384 ranks on 2,048 hosts" in done.output
+    found = json.loads(path.read_text())
+    assert {row["operation"] for row in found["calls"]} == set(algorithms.TABLE)
+    assert all(row["seconds"] > 0 and row["memory"] > 0 for row in found["calls"])
+    assert [step["ranks"] for step in found["clip_loss"]] == [64, 1024, 16384]
+    assert [step["ring"] for step in found["clip_loss"]] == [False, False, True]
+    assert found["clip_loss"][0]["seconds"] < found["clip_loss"][1]["seconds"]
+
+
+def test_options_replace_entries_of_the_table(tmp_path):
+    times = {}
+    for rate in ("1Gbit", "10Gbit"):
+        path = tmp_path / f"{rate}.json"
+        words = ("--ranks", "16", "--only", "all_gather", "--sizes", "4MiB", "--json", str(path))
+        assert run(*words, "--between-bandwidth", rate).exit_code == 0
+        found = json.loads(path.read_text())
+        times[rate] = found["calls"][0]["seconds"]
+        assert found["links"]["latency"] == LOOPBACK.latency
+    assert times["1Gbit"] > 2 * times["10Gbit"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--ranks", "1"), "numbers of ranks"),
+        (("--ranks", "many"), "numbers of ranks"),
+        (("--only", "scan"), "There is no scan to plan"),
+        (("--sizes", "3"), "not a size"),
+        (("--latency", "fast"), "not a quantity"),
+        (("--between-bandwidth", "-1Gbit"), "not a quantity"),
+        (("--links", "nowhere.json"), "no table of links"),
+        (("--json", "nowhere/plan.json"), "no directory"),
+        (("--cores", "0"), "--cores"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_bad_input_says_what_to_give(words, said):
+    done = run(*words)
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.replace("│", " ").split())
+
+
+def calls_of_a_step(pairs):
+    q, k = (torch.randn(pairs, 8, requires_grad=True) for _ in range(2))
+    with Counted() as calls:
+        clip_loss(q, k, torch.tensor(1.0), sizes="equal").backward()
+    return list(calls)
+
+
+def test_the_step_is_made_of_the_calls_that_the_loss_makes():
+    plan = ClipStep(5, 8, torch.float32, Backend.GLOO).plan(3, LOOPBACK)
+    want = [call.operation for call in plan.calls]
+    assert all(found == want for found in run_ranks(calls_of_a_step, 3, 5))
