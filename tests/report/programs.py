@@ -1,5 +1,6 @@
-"""What the recordings of these tests are made of: a slow rank, a mismatch, a hang."""
+"""What the recordings of these tests are made of: a slow rank, a mismatch, a hang, the demo."""
 
+import contextlib
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import allgrad as ag
+from allgrad.cli.demo.training import TrainingConfig, train_on_ranks
 from allgrad.report.load import load
 
 SLOW, STEPS = 2, 12
@@ -53,6 +55,23 @@ def hang(path):
         while [len(rank.events) for rank in load(Path(path)).ranks] != [4, 3, 4]:
             time.sleep(0.05)
         kill_all(pids)
+
+
+def leave(path):
+    """Rank 1 leaves by an error; the others wait for it in the first call of another group."""
+    group = dist.new_group([0, 1, 2])
+    ag.all_reduce(torch.ones(2))
+    with contextlib.suppress(ValueError), ag.recorded(path), ag.deadline(0.5):
+        ag.all_reduce(torch.ones(2))
+        if dist.get_rank() == 1:
+            raise ValueError("bad batch")
+        ag.all_reduce(torch.ones(3), group=group)
+
+
+def demo(path, steps=STEPS):
+    """The training of ``allgrad demo``: unequal batches, a loss over all of them."""
+    with ag.recorded(path):
+        train_on_ranks(TrainingConfig("clip", steps, 3, "cpu"), lambda *_: None)
 
 
 def kill_all(pids):

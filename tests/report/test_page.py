@@ -9,7 +9,7 @@ import pytest
 from allgrad.report.findings import find
 from allgrad.report.page import write_page
 from allgrad.testing import RankFailed, run_ranks
-from report.programs import SLOW, disagree, hang, train
+from report.programs import SLOW, STEPS, demo, disagree, hang, train
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 BROWSER = next(
@@ -113,12 +113,25 @@ def test_the_hung_call_and_the_rank_that_did_not_come_are_named(open_page, tmp_p
     page = open_page(recorded(hang, tmp_path / "hung"))
     headline = page.locator("#headlines p.bad").first.inner_text()
     assert "Ranks 0, 2 are in call 3" in headline
-    assert "Rank 1 has not come." in headline
+    assert "Rank 1 has not come: its last call was all_reduce at programs.py:" in headline
     rows = page.locator("#last tr").all_inner_texts()[1:]
     assert ["has not ended" in row for row in rows] == [True, False, True]
 
 
 def test_the_mismatch_is_shown(open_page, tmp_path):
     page = open_page(recorded(disagree, tmp_path / "mismatch"))
-    assert "Rank 1 does another thing" in page.locator("#headlines p.bad").first.inner_text()
+    assert "rank 1: all_reduce of 12 bytes" in "".join(
+        page.locator("#headlines p.bad").all_inner_texts()
+    )
     assert page.locator("#mismatch td.bad").count() == 2
+
+
+def test_the_demo_shows_its_lines_by_time_and_bytes(open_page, tmp_path):
+    page = open_page(recorded(demo, tmp_path / "demo"))
+    assert page.locator("#last").count() == 0  # nothing hangs
+    rows = page.locator("#lines tr").all_inner_texts()
+    losses = [row for row in rows if "training.py:" in row]
+    assert {row.split()[0] for row in losses} >= {"all_gather", "reduce_scatter", "all_reduce"}
+    assert any("backward" in row for row in losses)
+    page.fill("#search", "reduce_scatter")
+    assert page.locator("#matches").inner_text() == f"{3 * STEPS} calls"

@@ -21,7 +21,9 @@ from allgrad.report.load import load
 from allgrad.report.text import text
 from allgrad.report.trace import write_trace
 from allgrad.testing import RankFailed, run_ranks
-from report.programs import SLOW, STEPS, disagree, hang, train
+from report.programs import SLOW, STEPS, disagree, hang, leave, train
+
+PROGRAMS = (Path(__file__).parent / "programs.py").read_text().splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,9 @@ def test_the_rank_that_all_waited_for_is_named(slow_rank):
     assert by_caused[0].caused > STEPS * 12e6
     backward = [one for one in found.slowest if one.kind.backward]
     assert backward
-    assert {one.waited_for for one in backward if one.waited > 10e6} == {SLOW}
+    # On busy cores another rank is late now and then.
+    waited_for = Counter(one.waited_for for one in backward if one.waited > 10e6)
+    assert waited_for.most_common(1)[0][0] == SLOW
     assert found.ranks[SLOW].late >= STEPS - 2
     assert found.ranks[SLOW].lateness > 3e6
     assert not found.hangs
@@ -86,7 +90,8 @@ def test_a_mismatch_is_shown_by_rank(tmp_path):
         "all_reduce",
         "all_gather",
     ]
-    assert "Call 1 of group 0 differs: Rank 1 does another thing." in shown(found)
+    did = "rank 1: all_reduce of 12 bytes of float32 at programs.py:"
+    assert any(f"; {did}" in sentence for _, sentence in found.headlines)
 
 
 def test_a_hang_names_the_call_and_who_has_not_come(hung):
@@ -99,8 +104,23 @@ def test_a_hang_names_the_call_and_who_has_not_come(hung):
     assert re.search(
         r"Ranks 0, 2 are in call 3 of group 0, all_gather at .*programs.py:\d+", sentence
     )
-    assert sentence.endswith("Rank 1 has not come.")
+    assert "Rank 1 has not come: its last call was all_reduce at programs.py:" in sentence
+    assert sentence.endswith("was killed or crashed.")
     assert "has not ended" in shown(found)
+
+
+def test_the_error_that_ended_a_rank_is_named_with_its_line(tmp_path):
+    with pytest.raises(RankFailed, match="RankLate"):
+        run_ranks(leave, 3, str(tmp_path))
+    level, sentence = find(tmp_path).headlines[0]
+    assert level == "bad"
+    # The first call of a group counts from the moment its ranks look for each other.
+    waited = (
+        r"Ranks 0, 2 raised in call 0 of group \S+ \(ranks 0, 1, 2\), all_reduce at programs.py:"
+    )
+    assert re.match(waited + r"\d+: RankLate: ", sentence), sentence
+    line = next(at for at, text in enumerate(PROGRAMS, 1) if "bad batch" in text)
+    assert f"Rank 1 has not come: ValueError: bad batch at programs.py:{line} ended it" in sentence
 
 
 def test_an_empty_directory_is_named(tmp_path):

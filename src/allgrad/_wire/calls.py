@@ -32,6 +32,7 @@ __all__ = [
     "call_site",
     "describe_calls",
     "describe_shapes",
+    "error_site",
     "group_key",
     "locate_calls",
     "of_graph",
@@ -150,6 +151,17 @@ def call_site() -> str:
             return _site(file, frame.f_lineno)
         frame = frame.f_back
     return "an unknown line"
+
+
+def error_site(error: BaseException) -> str:
+    """The line of the user's program that an error came from: the innermost on its way."""
+    found, step = "", error.__traceback__
+    while step is not None:
+        file = step.tb_frame.f_code.co_filename
+        if _is_users(file):
+            found = _site(file, step.tb_lineno)
+        step = step.tb_next
+    return found
 
 
 @lru_cache(maxsize=4096)

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from allgrad._wire.primitives import WireCall
     from allgrad._wire.recording import Recorder
 
-__all__ = ["LOGGER", "STATE", "is_observed", "refuse", "run", "start"]
+    Begun = tuple[Recorder, int]  # an event that was written before
+
+__all__ = ["LOGGER", "STATE", "is_observed", "prepare", "refuse", "run", "start"]
 
 LOGGER = logging.getLogger("allgrad")
 
@@ -48,18 +50,43 @@ def is_observed() -> bool:
     return STATE.recorder is not None or bool(PROFILER[PROFILING]) or LOGGER.level > 0
 
 
+def prepare(operation: str, call: Call, x: Tensor, meet: Callable[[Call], object]) -> Begun | None:
+    """Record a call from before ``meet``: in the first one of a group, the ranks meet before it.
+
+    A rank that does not come to it is waited for there.
+    """
+    recorder = STATE.recorder
+    if recorder is None:
+        meet(call)
+        return None
+    event = recorder.begin(operation, "not chosen yet", -1, call, x.dtype, x.is_cpu, x.nbytes)
+    try:
+        meet(call)
+    except BaseException as error:
+        recorder.fail(event, error)
+        raise
+    return recorder, event
+
+
 def run(  # noqa: PLR0917
-    operation: str, algorithm: Algorithm, root: int, call: Call, x: Tensor, args: Sequence[Any]
+    operation: str,
+    algorithm: Algorithm,
+    root: int,
+    call: Call,
+    x: Tensor,
+    args: Sequence[Any],
+    begun: Begun | None = None,
 ) -> Tensor:
     """Run an algorithm, and tell of it."""
     if PROFILER[PROFILING] or (LOGGER.level and LOGGER.isEnabledFor(logging.DEBUG)):
-        with _told(operation, algorithm.name, root, call, x) as result:
+        with _told(operation, algorithm.name, root, call, x, begun) as result:
             result.append(algorithm.run(call, x, *args))
         return result[0]
-    recorder = STATE.recorder
+    recorder, event = begun or (STATE.recorder, 0)
     if recorder is None:
         return algorithm.run(call, x, *args)
-    event = recorder.begin(operation, algorithm.name, root, call, x.dtype, x.is_cpu, x.nbytes)
+    about = x.dtype, x.is_cpu, x.nbytes
+    event = recorder.begin(operation, algorithm.name, root, call, *about, event)
     try:
         out = algorithm.run(call, x, *args)
     except BaseException as error:
@@ -102,11 +129,12 @@ def refuse(call: Call, planned: WireCall, error: Exception) -> None:
 
 
 @contextlib.contextmanager
-def _told(
-    operation: str, algorithm: str, root: int, call: Call, x: Tensor
+def _told(  # noqa: PLR0917
+    operation: str, algorithm: str, root: int, call: Call, x: Tensor, begun: Begun | None = None
 ) -> Generator[list[Tensor]]:
     """Tell everybody who listens, before and after; the block appends the result."""
-    recorder, result, event = STATE.recorder, list[Any](), 0
+    recorder, event = begun or (STATE.recorder, 0)
+    result = list[Any]()
     backward = " backward" if call_queue.in_backward() else ""
     dtype = str(x.dtype).removeprefix("torch.")
     about = f"{operation} by {algorithm}, {x.nbytes} bytes of {dtype}, {_group(call)}"
@@ -121,7 +149,8 @@ def _told(
             for name in (f"allgrad::{call.name}{backward}", about):
                 scope.enter_context(torch.profiler.record_function(name))
         if recorder is not None:
-            event = recorder.begin(operation, algorithm, root, call, x.dtype, x.is_cpu, x.nbytes)
+            what = x.dtype, x.is_cpu, x.nbytes
+            event = recorder.begin(operation, algorithm, root, call, *what, event)
         try:
             yield result
         except BaseException as error:

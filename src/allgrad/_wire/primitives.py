@@ -167,14 +167,16 @@ def _run(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) ->
         x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     sizes = operation.sizes(call, x, *args)
     key = operation.name, group, x.dtype, x.device, sizes
-    algorithm = CHOSEN.get(key)
+    algorithm, begun = CHOSEN.get(key), None
     if algorithm is None:
+        if group.topology is None:
+            begun = observers.prepare(operation.name, call, x, find_topology)
         algorithm = choose(_situation(operation, call, x, sizes))
         keep_choice(key, algorithm)
     if STATE.recorder is None and not PROFILER[PROFILING] and not LOGGER.level:
         return algorithm.run(call, x, *args)
     root = args[0] if operation.rooted else -1
-    return observers.run(operation.name, algorithm, root, call, x, args)
+    return observers.run(operation.name, algorithm, root, call, x, args, begun)
 
 
 def _situation(

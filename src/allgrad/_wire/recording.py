@@ -4,7 +4,8 @@
         0      magic, then the header: JSON, padded with zeros
         4088   when the recording ended, in ns; 0 while it runs, and after a crash
         4096   the ring: ``calls`` events of 36 bytes, the oldest overwritten first
-        then   the table: JSON, one line for each kind of call, group, thread and error
+        then   the table: JSON, one line for each kind of call, group, thread and error, and what
+               ended the program
 
 The ring is mapped memory: what was written is in the file the moment it is written, also when the
 process is killed, and other processes can read it meanwhile. An event is written when the call
@@ -22,6 +23,7 @@ import mmap
 import os
 import socket
 import struct
+import sys
 import threading
 import time
 import warnings
@@ -32,7 +34,7 @@ import torch
 
 from allgrad._core import call_queue
 from allgrad._core.version import __version__
-from allgrad._wire.calls import call_site, locate_calls
+from allgrad._wire.calls import call_site, error_site, locate_calls
 from allgrad._wire.groups import world_rank, world_size
 from allgrad._wire.observers import STATE
 from allgrad.errors import InputError, ModeError
@@ -57,6 +59,7 @@ MAGIC = b"allgrad recording 1\n"
 HEADER_BYTES, CLOSED_AT = 4096, 4088
 # start, end, bytes out (low, high), bytes in (high, low), number in its group, kind
 _EVENT, _END, _TIME = struct.Struct("<QQIHHIII"), struct.Struct("<QIH"), struct.Struct("<Q")
+_KIND = struct.Struct("<I")
 EVENT_BYTES = _EVENT.size
 FAILED = 1 << 63  # in the end of a call that raised
 _MOST_ERRORS = 1000
@@ -94,8 +97,12 @@ class Recorder:
         dtype: torch.dtype,
         on_host: bool,
         nbytes: int,
+        event: int = 0,
     ) -> int:
-        """Write the beginning of a call; the result stands for it in ``end`` and ``fail``."""
+        """Write the beginning of a call; the result stands for it in ``end`` and ``fail``.
+
+        Given the ``event`` of a call that has begun before its algorithm was known, write its kind.
+        """
         key = (
             call.group,
             call.name,
@@ -109,6 +116,9 @@ class Recorder:
             threading.get_ident(),
         )
         kind = self._kinds.get(key) or self._new_kind(key)
+        if event:
+            _KIND.pack_into(self._memory, event + EVENT_BYTES - _KIND.size, kind.number)
+            return event
         at = HEADER_BYTES + next(self._slots) % self.calls * EVENT_BYTES
         high, low = nbytes >> 32, nbytes & 0xFFFFFFFF
         number = next(kind.calls) & 0xFFFFFFFF
@@ -146,9 +156,14 @@ class Recorder:
         self._table = file
         made.replace(final)
 
-    def close(self) -> None:
-        """Mark the recording as ended. The memory stays until calls of other threads have ended."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Mark the recording as ended, by an error or without one.
+
+        The memory stays until calls of other threads have ended.
+        """
         if self._memory is not None:
+            if error is not None:
+                self._write(ended=f"{type(error).__name__}: {error}"[:2000], site=error_site(error))
             _TIME.pack_into(self._memory, CLOSED_AT, time.monotonic_ns())
 
     def _header(self) -> dict[str, Any]:
@@ -254,13 +269,16 @@ def recorded(path: str | os.PathLike[str], *, calls: int = _DEFAULT_CALLS) -> Ge
                 f"recorded: cannot make a file of {calls} calls in {path}: {error}.\n"
                 "Give a directory that this rank may write to, with room for 36 bytes a call."
             ) from error
-    before = STATE.recorder
+    before, ended_by = STATE.recorder, None
     _switch(recorder)
     try:
         yield
+    except BaseException as error:
+        ended_by = error
+        raise
     finally:
         _switch(before)
-        recorder.close()
+        recorder.close(ended_by)
 
 
 def _switch(recorder: Recorder | None) -> None:
@@ -292,7 +310,8 @@ def _record_whole_program(path: str) -> None:
     calls = os.environ.get(_ENVIRONMENT_CALLS, _DEFAULT_CALLS)
     recorder = Recorder(_directory(path), _checked_calls(calls, _ENVIRONMENT_CALLS))
     _switch(recorder)
-    atexit.register(recorder.close)
+    # Python keeps the error that ended the program, if one did, before it runs these functions.
+    atexit.register(lambda: recorder.close(getattr(sys, "last_value", None)))
 
 
 if os.environ.get(_ENVIRONMENT):

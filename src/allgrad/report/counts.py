@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from allgrad.report.model import Line, Mismatch, RankSummary, SlowCall
+from allgrad.report.units import short_site
 from allgrad.report.waits import look
 
 if TYPE_CHECKING:
@@ -106,17 +107,20 @@ class Counts:
         rows = [row for row in range(len(group.files)) if calls.present[row, at]]
         did = {row: (int(agreed[row, at]), int(nbytes[row, at])) for row in rows}
         usual = max(did.values(), key=list(did.values()).count)
-        texts = {}
+        texts, short = {}, {}
         for row in rows:
             kind = self.recording.kinds[calls.kind[row, at]]
             amount = f"{calls.sent[row, at]} bytes of {kind.dtype}"
             root = f", root {kind.root}" if kind.root >= 0 else ""
-            texts[group.files[row].rank] = f"{kind.title}: {amount}{root}, {kind.site}"
+            rank = group.files[row].rank
+            texts[rank] = f"{kind.title}: {amount}{root}, {kind.site}"
+            short[rank] = f"{kind.title} of {amount}{root} at {short_site(kind.site)}"
         self.mismatches.append(
             Mismatch(
                 group.group.title,
                 group.first + first + at,
                 texts,
+                short,
                 [group.files[row].rank for row in rows if did[row] != usual],
                 int(calls.start[rows, at].min()),
             )

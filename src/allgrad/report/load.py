@@ -30,6 +30,9 @@ _RAW = np.dtype(
 assert _RAW.itemsize == EVENT_BYTES
 
 
+_WORLD = "0"  # torch's name for the group of all ranks
+
+
 class Kind(NamedTuple):
     """What many calls have in common."""
 
@@ -59,7 +62,7 @@ class Group(NamedTuple):
     def title(self) -> str:
         """The group as a reader knows it; no two have the same."""
         some = ", ".join(map(str, self.members[:8])) + (", ..." if len(self.members) > 8 else "")
-        ranks = "" if self.members == tuple(range(len(self.members))) else f" (ranks {some})"
+        ranks = "" if self.name == _WORLD else f" (ranks {some})"
         world = f" of world {self.generation + 1}" if self.generation else ""
         return f"group {self.name}{ranks}{world}"
 
@@ -93,6 +96,7 @@ class RankFile:
     dropped: int  # calls that the ring has overwritten
     threads: dict[int, str] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)  # by the start of their call
+    ended_by: tuple[str, str] | None = None  # the error that ended the recording, and its line
 
 
 @dataclass(slots=True)
@@ -166,7 +170,14 @@ def _load_rank(file: Path, kinds: dict[Kind, int], groups: dict[Group, int]) -> 
         raw = raw[: used[-1] + 1 if len(used) else 0].copy()
     events = _events(raw, table)
     return RankFile(
-        header["rank"], header, closed, events, _dropped(events), table.threads, table.errors
+        header["rank"],
+        header,
+        closed,
+        events,
+        _dropped(events),
+        table.threads,
+        table.errors,
+        table.ended_by,
     )
 
 
@@ -181,6 +192,7 @@ class _Table:
         self.thread_of_kind = [0]
         self.threads: dict[int, str] = {}
         self.errors: dict[int, str] = {}
+        self.ended_by: tuple[str, str] | None = None
         local_groups: list[int] = []
         seen: Counter[tuple[str, tuple[int, ...]]] = Counter()
         for line in text.split(b"\n")[:-1]:
@@ -192,6 +204,8 @@ class _Table:
                 self.thread_of_kind.append(entry["thread"])
             elif "error" in entry:
                 self.errors[entry["start"]] = entry["error"]
+            elif "ended" in entry:
+                self.ended_by = entry["ended"], entry["site"]
             elif "members" in entry:
                 name = entry["name"], tuple(entry["members"])
                 group = Group(*name, seen[name])

@@ -68,6 +68,7 @@ class Mismatch:
     group: str
     number: int
     by_rank: dict[int, str]
+    short: dict[int, str]  # the same in few words
     odd: list[int]
     began: int
 

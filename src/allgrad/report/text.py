@@ -26,7 +26,7 @@ def text(found: Findings) -> RenderableType:
     for level, sentence in found.headlines:
         parts.append(Text(f"  {sentence}", "bold red" if level == "bad" else "yellow"))
     parts += [_mismatch(one) for one in found.mismatches]
-    if found.hangs:
+    if found.hangs or any(one.error for one in found.last_calls):
         parts.append(_last_calls(found))
     parts += [_ranks(found), _lines(found), _slowest(found)]
     return Group(*parts)
@@ -108,14 +108,14 @@ def _slowest(found: Findings) -> Table:
 def _last_calls(found: Findings) -> Table:
     table = _table("The last call of each rank", "rank", "call", "line", ">number", ">began", "")
     for one in found.last_calls:
-        ended = "has not ended" if not one.ended else one.error or "ended"
+        ended = one.error.partition("\n")[0] or "ended" if one.ended else "has not ended"
         table.add_row(
             str(one.rank),
             one.kind.title,
             short_site(one.kind.site),
             f"{one.number:,}",
             f"{seconds(found.ended - one.began)} ago",
-            Text(ended, "" if one.ended else "bold red"),
+            Text(ended, "" if one.ended and not one.error else "bold red"),
         )
     return table
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["nbytes", "seconds", "short_site"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["nbytes", "ranks_do", "ranks_text", "seconds", "short_site"]
 
 
 def seconds(ns: float) -> str:
@@ -28,3 +32,22 @@ def nbytes(count: float) -> str:
 def short_site(site: str) -> str:
     """A source line as file and line alone."""
     return Path(site).name if ":" in site else site
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``rank 3``, or ``ranks 0-3, 6``."""
+    ranks = sorted(ranks)
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    spans = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(spans) or 'none'}"
+
+
+def ranks_do(ranks: Iterable[int], one: str, many: str) -> str:
+    """The beginning of a sentence: ``Rank 3 is``, or ``Ranks 0-3, 6 are``."""
+    ranks = list(ranks)
+    return f"{ranks_text(ranks).capitalize()} {one if len(ranks) == 1 else many}"

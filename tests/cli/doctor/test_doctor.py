@@ -19,13 +19,14 @@ from allgrad._wire.world import Rendezvous, rank_of, size_of, stop
 from allgrad.cli.doctor import command, exactness, rules
 from allgrad.cli.doctor.examination import examine
 from allgrad.cli.doctor.facts import Facts, local_facts
-from allgrad.cli.doctor.findings import Status, ranks_text
+from allgrad.cli.doctor.findings import Status
 from allgrad.cli.doctor.launch import Launch, first_host, launch_of
 from allgrad.cli.doctor.links import clock_findings, connect, connection_findings, link_findings
 from allgrad.cli.doctor.meeting import Meeting
 from allgrad.cli.doctor.show import as_text
 from allgrad.cli.main import app
 from allgrad.errors import InputError
+from allgrad.report.units import ranks_text
 from allgrad.testing import run_ranks
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")

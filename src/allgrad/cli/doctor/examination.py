@@ -13,7 +13,7 @@ from allgrad._wire.world import stop
 from allgrad.cli.doctor import rules
 from allgrad.cli.doctor.exactness import wrong_collectives
 from allgrad.cli.doctor.facts import Facts
-from allgrad.cli.doctor.findings import Finding, Status, ok, problem, ranks_text, warning, worst
+from allgrad.cli.doctor.findings import Finding, Status, ok, problem, warning, worst
 from allgrad.cli.doctor.links import (
     Listener,
     clock_findings,
@@ -24,6 +24,7 @@ from allgrad.cli.doctor.links import (
 )
 from allgrad.cli.doctor.meeting import Meeting, reach_store
 from allgrad.errors import AllgradError
+from allgrad.report.units import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -7,9 +7,9 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-__all__ = ["Finding", "Status", "ok", "problem", "ranks_text", "warning", "worst"]
+__all__ = ["Finding", "Status", "ok", "problem", "warning", "worst"]
 
 
 class Status(Enum):
@@ -54,16 +54,3 @@ def worst(findings: Sequence[Finding]) -> Status:
     """The status of the whole report."""
     order = list(Status)
     return max((finding.status for finding in findings), key=order.index, default=Status.OK)
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """``rank 3``, or ``ranks 0-3, 6``."""
-    ranks = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    spans = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(spans) or 'none'}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from allgrad.cli.doctor.findings import Finding, ok, problem, ranks_text, warning
+from allgrad.cli.doctor.findings import Finding, ok, problem, warning
+from allgrad.report.units import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -78,13 +78,13 @@ if (shown < total) {
     "the longest, and runs of others at even distances. The tables count all of them.";
 }
 
-if (data.hangs) {
+if (data.hangs || data.last.some((one) => one.error)) {
   table("last", "The last call of each rank", "A call that has not ended waits for a rank that has not come.",
     ["rank", "call", "line", ">number", ">began", "state"],
     data.last.map((one) => ({
-      kind: side(one), bad: one.ended === null ? [5] : [],
+      kind: side(one), bad: one.ended === null || one.error ? [5] : [],
       cells: [String(one.rank), goTo(one, one.call), line(one), count(one.number), time(one.at),
-        one.ended === null ? "has not ended" : one.error || `ended at ${time(one.ended)}`],
+        one.ended === null ? "has not ended" : one.error.split("\n")[0] || `ended at ${time(one.ended)}`],
     })));
 }
 for (const one of data.mismatches) {
