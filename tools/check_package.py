@@ -19,7 +19,11 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NEEDED = ("allgrad/py.typed", "allgrad/cli/demo/digits.npz")
+NEEDED = (
+    "allgrad/py.typed",
+    "allgrad/cli/demo/digits.npz",
+    *(f"allgrad/report/assets/page.{kind}" for kind in ("html", "css", "js")),
+)
 
 USE = """
 import torch, allgrad as ag, allgrad.losses, allgrad.nn, allgrad.devices, allgrad.module_state, allgrad.compat

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from allgrad._wire.world import Rendezvous, rank_of, size_of, stop
 from allgrad.cli.doctor import command, exactness, rules
-from allgrad.cli.doctor.examination import examine
+from allgrad.cli.doctor.examination import _plan, examine
 from allgrad.cli.doctor.facts import Facts, local_facts
 from allgrad.cli.doctor.findings import Status
 from allgrad.cli.doctor.launch import Launch, first_host, launch_of
@@ -262,6 +262,26 @@ def test_rules_name_what_is_not_well(changed, about, said):
     bad = [f for f in rules.examine(facts) if f.status is not Status.OK and f.about == about]
     assert any(said in f.found for f in bad), [f.found for f in bad]
     assert all(f.meaning and f.advice for f in bad)
+
+
+def test_gpus_are_tried_where_each_rank_has_its_own():
+    def devices(*ranks):
+        """``ranks``: how many GPUs each sees, and CUDA_VISIBLE_DEVICES."""
+        facts = {
+            rank: Facts(
+                host="a",
+                local_rank=rank,
+                gpus=["H200"] * gpus,
+                environment={"CUDA_VISIBLE_DEVICES": visible} if visible else {},
+            )
+            for rank, (gpus, visible) in enumerate(ranks)
+        }
+        return _plan(facts, [])["devices"]
+
+    both = ["cpu", "cuda"]
+    assert devices((2, ""), (2, "")) == devices((1, "3"), (1, "5")) == both
+    assert devices((1, ""), (1, "")) == devices((1, "3"), (1, "3")) == ["cpu"]
+    assert devices((1, ""), (0, "")) == devices((0, ""), (0, "")) == ["cpu"]
 
 
 def test_links_and_clocks_that_are_off_are_named():

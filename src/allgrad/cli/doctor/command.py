@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import torch
 import typer
 
 from allgrad._wire.world import Rendezvous, rank_of, size_of, stop
@@ -22,8 +23,14 @@ __all__ = ["doctor"]
 def doctor(
     *,
     ranks: Annotated[
-        int, typer.Option(min=1, max=64, help="Ranks to start, unless a launcher has.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            min=1,
+            max=64,
+            help="Ranks to start, unless a launcher has.",
+            show_default="2, or one for each GPU",
+        ),
+    ] = None,
     deadline: Annotated[
         float, typer.Option(min=1, help="Seconds to wait for the store and for all ranks.")
     ] = 60.0,
@@ -39,7 +46,7 @@ def doctor(
     except InputError as error:
         raise typer.BadParameter(str(error), param_hint="the environment") from error
     if launch is None:
-        report: Report | None = examine_alone(ranks, deadline)
+        report: Report | None = examine_alone(ranks or _default_ranks(), deadline)
     else:
         report = examine(launch, local_facts(launch.local_rank), deadline=deadline)
     # A launcher ends all ranks when one fails: only the rank that has printed may.
@@ -69,6 +76,10 @@ def examine_alone(ranks: int, deadline: float) -> Report:
                 )
             )
     return Report(by, ranks, findings, {0: own})
+
+
+def _default_ranks() -> int:
+    return min(64, max(2, torch.cuda.device_count()))
 
 
 def _examine_as_rank(port: int, deadline: float) -> Report | None:

@@ -105,7 +105,7 @@ def _phases(launch: Launch, meeting: Meeting, own: Facts, listener: Listener) ->
     elif phase.decision != "go":
         return _orphaned(launch, meeting, phase.brought)
 
-    phase = meeting.bring("world", _try_world(meeting, plan))
+    phase = meeting.bring("world", _try_world(meeting, plan, launch.local_rank))
     if rank == 0:
         meeting.decide("world", "done")
         ended = phase.brought or {}
@@ -127,11 +127,9 @@ def _plan(facts: Mapping[int, Facts], findings: list[Finding]) -> Any:
     if worst(findings) is Status.PROBLEM:
         return "stop"
     hosts = rules.by_host(facts)
-    all_have_gpus = all(
-        len(facts[ranks[0]].gpus) >= len(ranks) or len(facts[ranks[0]].gpus) == 1 == len(ranks)
-        for ranks in hosts.values()
-    )
-    devices = ["cpu", "cuda"] if all_have_gpus else ["cpu"]
+    gpus = [[rules.gpu_of(facts[rank]) for rank in ranks] for ranks in hosts.values()]
+    own_gpu_each = all(all(those) and len(set(those)) == len(those) for those in gpus)
+    devices = ["cpu", "cuda"] if own_gpu_each else ["cpu"]
     return {"devices": devices, "hosts": [ranks[:2] for ranks in hosts.values()]}
 
 
@@ -181,7 +179,7 @@ def _refusals(brought: Mapping[int, Any]) -> list[Finding]:
     ]
 
 
-def _try_world(meeting: Meeting, plan: Mapping[str, Any]) -> dict[str, Any]:
+def _try_world(meeting: Meeting, plan: Mapping[str, Any], local_rank: int) -> dict[str, Any]:
     """Start a world, call every collective on each device, and measure the links."""
     devices, rank, size = plan["devices"], meeting.rank, meeting.size
     limit = max(1.0, meeting.left() - _FOR_OUTCOMES)
@@ -192,7 +190,7 @@ def _try_world(meeting: Meeting, plan: Mapping[str, Any]) -> dict[str, Any]:
         join_world(meeting.store, rank, size, backend=backend, seconds=limit)
         ended["seconds"] = time.monotonic() - began
         for kind in devices:
-            device = torch.device(kind, rank % torch.cuda.device_count() if kind == "cuda" else 0)
+            device = _device(kind, local_rank)
             ended["called"], ended["wrong"][kind] = wrong_collectives(rank, size, device)
             ended["links"][kind] = measure(rank, plan["hosts"], device)
     except (RuntimeError, AllgradError) as error:
@@ -200,6 +198,14 @@ def _try_world(meeting: Meeting, plan: Mapping[str, Any]) -> dict[str, Any]:
     finally:
         stop()
     return ended
+
+
+def _device(kind: str, local_rank: int) -> torch.device:
+    if kind != "cuda":
+        return torch.device(kind)
+    device = torch.device(kind, local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)  # nothing of this rank on the GPU of another
+    return device
 
 
 def _world_findings(

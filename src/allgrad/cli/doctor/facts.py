@@ -131,8 +131,10 @@ def _address_of(interface: str) -> str:
 def _nccl_version() -> str:
     if not torch.cuda.is_available():
         return ""
-    found = torch.cuda.nccl.version()
-    return ".".join(map(str, found))
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except (AttributeError, RuntimeError):  # a build of torch without NCCL
+        return ""
 
 
 def _peer_access() -> list[list[bool]]:

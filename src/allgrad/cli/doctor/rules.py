@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     ByRank = Mapping[int, Facts]
 
-__all__ = ["by_host", "examine"]
+__all__ = ["by_host", "examine", "gpu_of"]
 
 _SMALL_SHARED_MEMORY = 1 << 30
 _LOOPBACK = "127."
@@ -105,7 +105,7 @@ def _devices(facts: ByRank) -> Iterator[Finding]:
         own = facts[ranks[0]]
         gpus = f"{len(own.gpus)} x {own.gpus[0]}" if own.gpus else "no GPU"
         found = f"{host}: {ranks_text(ranks)}, {own.cores} cores, {gpus}"
-        chosen = _values({r: facts[r] for r in ranks}, _gpu_of)
+        chosen = _values({r: facts[r] for r in ranks}, gpu_of)
         shared = [f"{ranks_text(r)} on {gpu}" for gpu, r in chosen.items() if gpu and len(r) > 1]
         if shared:
             yield warning(
@@ -125,7 +125,7 @@ def _devices(facts: ByRank) -> Iterator[Finding]:
             yield ok("devices", found)
 
 
-def _gpu_of(own: Facts) -> str:
+def gpu_of(own: Facts) -> str:
     """The GPU that a rank uses by its local rank; empty without GPUs."""
     if not own.gpus:
         return ""
