@@ -28,7 +28,7 @@ from allgrad.testing.pool import Pool, Worker
 from allgrad.testing.ranks import run_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -175,6 +175,11 @@ class Hosts:
                 worker.kill_process()
         self._ip("netns", "delete", self.names[host])
 
+    def command(self, host: int, words: Sequence[str]) -> tuple[str, ...]:
+        """The words of a command that runs on a host, under the host's name."""
+        enter = ("ip", "netns", "exec", self.names[host], "unshare", "--uts")
+        return (*enter, "sh", "-c", _NAMED, f"host{host}", *words)
+
     def host_of(self, rank: int) -> int:
         """The host on which a rank runs."""
         return rank // self.ranks_per_host
@@ -218,10 +223,7 @@ class Hosts:
             self.set_rate(self.rate)
 
     def _start_worker(self, rank: int) -> Worker:
-        host = self.host_of(rank)
-        enter = ("ip", "netns", "exec", self.names[host], "unshare", "--uts")
-        named = ("sh", "-c", _NAMED, f"host{host}")
-        self._workers[rank] = worker = Worker((*enter, *named), _SETTINGS)
+        self._workers[rank] = worker = Worker(self.command(self.host_of(rank), ()), _SETTINGS)
         return worker
 
     def _ip(self, *words: str) -> str:
