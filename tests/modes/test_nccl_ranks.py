@@ -13,7 +13,9 @@ import allgrad as ag
 import orders
 import reference
 from allgrad.testing import run_ranks
+from counting import Counted
 from exactness import random
+from losses.pairs import LOSSES, PAIRS, batch
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1",
@@ -126,3 +128,44 @@ def test_one_order_of_second_derivatives(world):
     """Autograd's own thread records them; each rank has made another number of nodes before."""
     seeds = range(200 if os.environ.get("ALLGRAD_ALL") else 10)
     run_ranks(in_one_order, world, seeds, backend="nccl", timeout=380)
+
+
+def with_derivatives(loss, features, rows):
+    """Value, gradients and second derivatives by the features."""
+    first = torch.autograd.grad(loss, features, create_graph=True)
+    # A coefficient for each row of all ranks, so that ranks differ.
+    again = sum((rows.cos()[:, None] * g.sin()).sum() for g in first)
+    return loss, *first, *torch.autograd.grad(again, features)
+
+
+def loss_on_ranks(name, counts, options):
+    rank, (loss, _, more) = dist.get_rank(), LOSSES[name]
+    query, key, *numbers = (x.detach().cuda() for x in batch(name, counts, rank))
+    features = query.requires_grad_(), key.requires_grad_()
+    rows = torch.arange(counts[rank]).cuda().double() + sum(counts[:rank])
+    with Counted() as calls:
+        loss(*features, *numbers, **more, **options).backward()
+    found = with_derivatives(loss(*features, *numbers, **more, **options), features, rows)
+    return [x.detach().cpu() for x in found], len(calls)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("name", ["clip", "siglip", "info_nce"])
+def test_losses_and_two_derivatives(name, ring, world):
+    for kind in ("equal", "ragged"):
+        counts = PAIRS[kind][:world]
+        query, key, *numbers = (x.detach() for x in batch(name, counts))
+        features = query.requires_grad_(), key.requires_grad_()
+        rows = torch.arange(sum(counts)).double()
+        value, *want = with_derivatives(
+            world * LOSSES[name][1](*features, *numbers), features, rows
+        )
+        options = {"sizes": counts, "ring": ring}
+        found = run_ranks(loss_on_ranks, world, name, counts, options, backend="nccl", timeout=100)
+        for rank, ((got, *more), calls) in enumerate(found):
+            assert calls == 3 if not ring else calls <= 2 + 3 * world
+            torch.testing.assert_close(got, value.detach() / world, rtol=1e-10, atol=1e-12)
+            for x, y in zip(more, want, strict=True):
+                own = y.detach().split(list(counts))[rank]
+                torch.testing.assert_close(x, own, rtol=1e-10, atol=1e-12)

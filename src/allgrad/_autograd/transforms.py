@@ -49,6 +49,7 @@ __all__ = [
     "apply",
     "apply_adjoint",
     "has_only_shape",
+    "in_lockstep",
     "is_plain_autograd",
     "mode_anchor",
     "needs_graph",
@@ -107,6 +108,11 @@ def order_with(
     """Let ``tie`` run the differentiable calls of eager autograd; ``None`` ends it."""
     global _order  # noqa: PLW0603
     _order = tie
+
+
+def in_lockstep() -> bool:
+    """Tell whether a lockstep block orders the calls."""
+    return _order is not None
 
 
 def run_map(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:

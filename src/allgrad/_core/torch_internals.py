@@ -252,7 +252,17 @@ def graph_internals() -> SimpleNamespace:
         torch._check(size >= 0)
         return size
 
+    def with_autograd() -> Any:
+        """Record a graph inside an op, which may be called below autograd."""
+        key, keys = torch._C.DispatchKey, torch._C.DispatchKeySet
+        own = keys(key.AutogradFunctionality) | keys(key.AutogradOther)
+        own = own | keys(key.AutogradNestedTensor) | keys(key.ADInplaceOrView)
+        included = torch._C._dispatch_tls_local_include_set() | keys(key.ADInplaceOrView)
+        excluded = torch._C._dispatch_tls_local_exclude_set() - own
+        return torch._C._ForceDispatchKeyGuard(included, excluded)
+
     return SimpleNamespace(
+        with_autograd=with_autograd,
         is_wrapped=torch._C._functorch.is_functorch_wrapped_tensor,
         below_autograd=torch._C._AutoDispatchBelowAutograd,
         SingleLevelFunction=_SingleLevelFunction,

@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import sys
+import threading
 import weakref
 from functools import lru_cache
 from pathlib import Path
@@ -22,13 +23,14 @@ from allgrad._core.torch_internals import constant_in_graphs, process_group_name
 from allgrad._wire.groups import Group, GroupLike, find_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Generator, Hashable, Sequence
     from types import FrameType
 
     from torch import Tensor
 
 __all__ = [
     "Call",
+    "at_site",
     "call_site",
     "describe_calls",
     "describe_shapes",
@@ -142,8 +144,24 @@ _COMMANDS = _OWN_FILES + "cli" + os.sep  # programs of users, as it were
 _TORCH_FILES = str(Path(torch.__file__).parent) + os.sep
 
 
+_sites_of_graphs = threading.local()
+
+
+@contextlib.contextmanager
+def at_site(site: str) -> Generator[None]:
+    """Let calls be made from this line: that of a node of a graph, which runs them."""
+    _sites_of_graphs.site = site
+    try:
+        yield
+    finally:
+        _sites_of_graphs.site = None
+
+
 def call_site() -> str:
     """The line of the user's program that is running: the innermost outside allgrad and torch."""
+    of_graph: str | None = getattr(_sites_of_graphs, "site", None)
+    if of_graph is not None:
+        return of_graph
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None:
         file = frame.f_code.co_filename

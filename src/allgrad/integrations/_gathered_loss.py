@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["GatheredLoss"]
 
 
-class GatheredLoss(nn.Module):
+class GatheredLoss(nn.Module, ABC):
     """A loss of theirs with ``gather_across_devices=True``, exact for batches of any sizes.
 
         rank 0   own rows [ a a ]     with   [ a a | b | c c c ]     mean over 2 * 3 * 2/6
@@ -50,8 +51,9 @@ class GatheredLoss(nn.Module):
             weight = self._weight(rows)
         return map_tensors(lambda loss: loss * weight, found)
 
+    @abstractmethod
     def _exact_gather(self) -> AbstractContextManager[RowGather]:
-        raise NotImplementedError
+        """Let the loss gather rows by ours, and count them."""
 
     def _weight(self, rows: RowGather) -> float:
         return rows.weight

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -48,35 +48,6 @@ def global_loss(
 
     The names in ``features`` and ``scalars`` are those of the public function, for error messages.
     """
-    compute = _between_graphs if torch.compiler.is_compiling() else _global_loss
-    loss: Tensor = compute(
-        name,
-        kind,
-        features,
-        scalars,
-        label_smoothing=label_smoothing,
-        grad_reduction=grad_reduction,
-        sizes=sizes,
-        group=group,
-        ring=ring,
-        budget=budget,
-    )
-    return loss
-
-
-def _global_loss(
-    name: str,
-    kind: LossKind,
-    features: Mapping[str, Tensor | None],
-    scalars: Mapping[str, Tensor | float | None],
-    *,
-    label_smoothing: float,
-    grad_reduction: GradReduction,
-    sizes: Sizes,
-    group: GroupLike,
-    ring: bool | None,
-    budget: int,
-) -> Tensor:
     if not label_smoothing:
         found = loss_of_one_rank(
             name,
@@ -120,10 +91,6 @@ def _global_loss(
     scale, *others = numbers.values()
     assert scale is not None
     return contrastive_loss(config, q, k, scale, others[0] if others else None)
-
-
-# Under torch.compile, a graph break: the loss runs eagerly.
-_between_graphs: Any = torch.compiler.disable(_global_loss)
 
 
 def _as_tensor(x: Tensor | float | None) -> Tensor | None:

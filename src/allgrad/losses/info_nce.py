@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from allgrad.losses._arguments import BUDGET, GradReduction, global_loss
+from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._kind import LossKind
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["InfoNCELoss", "info_nce_loss"]
 
 
+@in_graphs
 def info_nce_loss(
     query: Tensor,
     key: Tensor,

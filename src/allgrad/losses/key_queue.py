@@ -15,10 +15,42 @@ from allgrad.losses._feature_checks import check_features, check_per_row
 if TYPE_CHECKING:
     from allgrad.types import GroupLike
 
-__all__ = ["KeyQueue"]
+__all__ = ["KeyQueue", "QueuedKeys"]
 
 
-class KeyQueue(nn.Module):
+class _Queued:
+    """What the losses need to know of a queue."""
+
+    features: Tensor
+    ids: Tensor | None
+    count: Tensor
+
+    @property
+    def filled(self) -> Tensor:
+        """Which rows of ``features`` hold a key."""
+        places = torch.arange(len(self.features), device=self.features.device)
+        return places >= len(self.features) - self.count
+
+    def check_width(self, features: Tensor) -> None:
+        """Raise if features do not fit the queue's keys."""
+        width = self.features.shape[1]
+        require(
+            features.shape[-1] == width,
+            PieceMismatch,
+            f"the queue holds keys of width {width}, not {features.shape[-1]}.",
+            "Give features of the queue's width, or make another queue.",
+        )
+
+
+class QueuedKeys(_Queued):
+    """The tensors of a queue, as a compiled graph passes them on."""
+
+    def __init__(self, features: Tensor, count: Tensor, ids: Tensor | None = None) -> None:
+        """Hold the tensors of a queue."""
+        self.features, self.count, self.ids = features, count, ids
+
+
+class KeyQueue(_Queued, nn.Module):
     """The last keys of all ranks, the same on every rank (MoCo, cross-batch memory).
 
         rank 0   push [ a a ]         [ ... a a | b | c c c ]
@@ -31,10 +63,6 @@ class KeyQueue(nn.Module):
     Cost: ``push`` sends each rank's keys to all, after one small message. Every rank holds
     ``capacity`` keys.
     """
-
-    features: Tensor
-    ids: Tensor | None
-    count: Tensor
 
     def __init__(
         self,
@@ -58,12 +86,6 @@ class KeyQueue(nn.Module):
         made = torch.zeros(capacity, dtype=torch.int64, device=device) if ids else None
         self.register_buffer("ids", made)
         self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=device))
-
-    @property
-    def filled(self) -> Tensor:
-        """Which rows of ``features`` hold a key."""
-        places = torch.arange(self.capacity, device=self.features.device)
-        return places >= self.capacity - self.count
 
     @torch.no_grad()
     def push(self, key: Tensor, ids: Tensor | None = None) -> None:
@@ -92,12 +114,3 @@ class KeyQueue(nn.Module):
             found = all_gather(ids.long(), sizes=sizes, group=self.group, grad="none")
             self.ids = torch.cat([self.ids, found])[-self.capacity :].clone()
         self.count = (self.count + len(new)).clamp(max=self.capacity)
-
-    def check_width(self, features: Tensor) -> None:
-        """Raise if features do not fit the queue's keys."""
-        require(
-            features.shape[-1] == self.width,
-            PieceMismatch,
-            f"the queue holds keys of width {self.width}, not {features.shape[-1]}.",
-            "Give features of the queue's width, or make another queue.",
-        )

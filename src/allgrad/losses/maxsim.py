@@ -13,7 +13,7 @@ from allgrad.errors import InputError, PieceMismatch, TensorError
 from allgrad.losses._agreement import CallSpec, agree, require
 from allgrad.losses._each_row import MASKED, global_mean, row_losses, terms_of
 from allgrad.losses._feature_checks import check_number, check_reduction, number
-from allgrad.losses._not_compiled import not_compiled
+from allgrad.losses._in_graphs import in_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ class _Samples:
         return torch.repeat_interleave(lengths)
 
 
-@not_compiled
+@in_graphs
 def maxsim_loss(
     query: Tensor | Sequence[Tensor],
     document: Tensor | Sequence[Tensor],

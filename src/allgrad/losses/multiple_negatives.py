@@ -18,7 +18,7 @@ from allgrad.losses._feature_checks import (
     check_reduction,
     number,
 )
-from allgrad.losses._not_compiled import not_compiled
+from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._relations import Keys, Queries, Relation, score_rows
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["multiple_negatives_loss"]
 
 
-@not_compiled
+@in_graphs
 def multiple_negatives_loss(
     query: Tensor,
     key: Tensor,

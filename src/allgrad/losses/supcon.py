@@ -17,7 +17,7 @@ from allgrad.losses._feature_checks import (
     check_reduction,
     number,
 )
-from allgrad.losses._not_compiled import not_compiled
+from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._relations import Keys, Queries, Relation, score_rows
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["sigmoid_supcon_loss", "supcon_loss"]
 
 
+@in_graphs
 def supcon_loss(
     query: Tensor,
     key: Tensor,
@@ -83,6 +84,7 @@ def supcon_loss(
     )
 
 
+@in_graphs
 def sigmoid_supcon_loss(
     query: Tensor,
     key: Tensor,
@@ -119,7 +121,6 @@ def sigmoid_supcon_loss(
     )
 
 
-@not_compiled
 def _several_positives(  # noqa: PLR0917
     name: str,
     kind: Activation,

@@ -14,7 +14,7 @@ from allgrad.collectives.all_gather import all_gather
 from allgrad.collectives.all_reduce import share
 from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError
 from allgrad.losses._agreement import CallSpec, agree, require
-from allgrad.losses._not_compiled import not_compiled
+from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._recompute import recomputed
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ CHUNK_BYTES = 64 << 20  # of the logits that exist at a time
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@not_compiled
+@in_graphs
 def cross_entropy(
     hidden: Tensor,
     weight: Tensor,

@@ -1,0 +1,235 @@
+"""A loss in a compiled graph: one op that runs the eager loss, and one that runs its backward.
+
+    forward     arguments  --- value --->  loss, ticket
+    backward    gradient of the loss, ticket  --- gradient --->  gradients of the arguments
+
+The ops run eager code, so that a rank puts the same messages on the wire whether it compiled the
+loss or not, and ``checked`` and ``deadline`` hold. While a graph is traced they only tell shapes.
+What forward keeps for backward is the eager graph. It lives as long as the memory of the ticket, a
+tensor that the graph keeps from forward to backward (test_graph_dropped_without_backward_is_freed).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from ast import literal_eval
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from allgrad._autograd.transforms import ANCHOR
+from allgrad._core.torch_internals import graph_internals, process_group_named
+from allgrad._wire.calls import at_site, resolve, traced_site
+from allgrad.errors import ModeError
+from allgrad.losses._in_graphs import EAGER
+from allgrad.losses.key_queue import KeyQueue, QueuedKeys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+__all__ = ["trace"]
+
+# torch keeps compiled graphs on disk and finds them by the names of their ops. Raise this number
+# when a schema or a derivative changes.
+_NAMESPACE = "allgrad_losses_1"
+_LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
+_OPS = getattr(torch.ops, _NAMESPACE)
+_SENDS = (torch.Tag.nondeterministic_seeded,)
+_LOSS = (
+    "Tensor[] xs, Tensor anchor, bool grad, bool[] needs, str name, str arguments, SymInt[] numbers, "
+    "str group, str site"
+)
+_LIBRARY.define(f"loss({_LOSS}) -> Tensor[]", tags=_SENDS)
+_LIBRARY.define(f"value({_LOSS}) -> Tensor[]", tags=_SENDS)
+_LIBRARY.define("gradient(Tensor by_loss, Tensor ticket, Tensor[] xs) -> Tensor[]", tags=_SENDS)
+_TORCH = graph_internals()
+
+
+def trace(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
+    """The loss as a node of the graph that is being traced."""
+    xs: list[Tensor] = []
+    arguments: list[str] = []
+    sizes: list[int] = []
+    group = None
+    for key, value in [*(("", value) for value in args), *options.items()]:
+        if key == "group":
+            group = value
+        elif key == "sizes" and value is not None and not isinstance(value, str):
+            arguments.append(f"sizes {len(value)} of sizes")
+            sizes += list(value)
+        else:
+            tensors, kind = _described(value)
+            xs += tensors
+            arguments.append(f"{key} {len(tensors)} {kind}")
+    grad = torch.is_grad_enabled()
+    needs = [grad and x.requires_grad for x in xs]
+    per_row = options.get("reduction") == "none"  # of cross_entropy, whose targets are third
+    shape = list((args[2] if len(args) > 2 else options["targets"]).shape) if per_row else []
+    numbers = [len(shape), *shape, *sizes]  # torch.library wants no empty list
+    made = name, "\n".join(arguments), numbers, resolve(name, group).group.name, traced_site()
+    # The anchor lets every rank take part in backward, even one whose tensors need no gradient.
+    loss: Tensor = _OPS.loss(xs, ANCHOR, grad, needs, *made)[0]
+    return loss
+
+
+def _described(value: Any) -> tuple[list[Tensor], str]:
+    """The tensors of an argument, and what it is made of them again."""
+    if isinstance(value, Tensor):
+        return [value], "tensor"
+    if isinstance(value, float):
+        return [], f"float {value!r}"  # infinity is no literal
+    if isinstance(value, KeyQueue):
+        held = [value.features, value.count]
+        return (held, "queue") if value.ids is None else ([*held, value.ids], "queue")
+    if isinstance(value, (list, tuple)):
+        return list(value), "list"
+    return [], f"literal {value!r}"
+
+
+def _arguments(
+    xs: Sequence[Tensor], arguments: Sequence[str], sizes: Sequence[int]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of the eager loss, from what the node keeps."""
+    args: list[Any] = []
+    options: dict[str, Any] = {}
+    rest: Iterator[Tensor] = iter(xs)
+    for text in arguments:
+        key, count, kind = text.split(" ", 2)
+        tensors = [] if kind == "of sizes" else [next(rest) for _ in range(int(count))]
+        value: Any = tensors
+        if kind == "of sizes":
+            value = list(sizes)
+        elif kind == "tensor":
+            (value,) = tensors
+        elif kind.startswith("float "):
+            value = float(kind.removeprefix("float "))
+        elif kind == "queue":
+            value = QueuedKeys(*tensors)
+        elif kind.startswith("literal "):
+            value = literal_eval(kind.removeprefix("literal "))
+        if key:
+            options[key] = value
+        else:
+            args.append(value)
+    return args, options
+
+
+class _EagerGraph(ctypes.c_int64):
+    """The loss in eager autograd and its leaves; the number of a ticket, and its memory."""
+
+    loss: Tensor
+    leaves: list[Tensor]
+
+
+_numbers = itertools.count(1)
+_graphs: WeakValueDictionary[int, _EagerGraph] = WeakValueDictionary()
+
+
+def _value(  # noqa: PLR0917
+    xs: list[Tensor],
+    anchor: Tensor,  # noqa: ARG001
+    grad: bool,
+    needs: list[bool],
+    name: str,
+    arguments: str,
+    numbers: list[int],
+    group: str,
+    site: str,
+) -> list[Tensor]:
+    leaves = [_leaf(x, grad).requires_grad_(n) for x, n in zip(xs, needs, strict=True)]
+    args, options = _arguments(leaves, arguments.split("\n"), numbers[1 + numbers[0] :])
+    options["group"] = process_group_named(group) if group else None
+    with torch.set_grad_enabled(grad), _TORCH.with_autograd(), at_site(site):
+        loss = EAGER[name](*args, **options)
+    graph = _EagerGraph(next(_numbers))
+    if loss.requires_grad:
+        graph.loss, graph.leaves = loss, [x for x in leaves if x.requires_grad]
+        _graphs[graph.value] = graph
+    # The tensor keeps the graph that it is made of.
+    return [loss.detach().clone(), torch.frombuffer(graph, dtype=torch.int64)]
+
+
+def _leaf(x: Tensor, grad: bool) -> Tensor:
+    """A tensor for the eager graph: a copy, as Inductor uses the memory of an intermediate again."""
+    return x.detach().clone() if grad and not isinstance(x, nn.Parameter) else x.detach()
+
+
+def _value_fake(  # noqa: PLR0917
+    xs: list[Tensor],
+    anchor: Tensor,  # noqa: ARG001
+    grad: bool,  # noqa: ARG001
+    needs: list[bool],  # noqa: ARG001
+    name: str,  # noqa: ARG001
+    arguments: str,  # noqa: ARG001
+    numbers: list[int],
+    *_: str,
+) -> list[Tensor]:
+    shape = numbers[1 : 1 + numbers[0]]
+    dtype = torch.promote_types(xs[0].dtype, torch.float32)
+    return [xs[0].new_empty(shape, dtype=dtype), torch.empty(1, dtype=torch.int64, device="cpu")]
+
+
+def _gradient(
+    by_loss: Tensor,
+    ticket: Tensor,
+    xs: list[Tensor],  # noqa: ARG001
+) -> list[Tensor]:
+    graph = _graphs[int(ticket)]
+    # With the anchor no node is pruned: this rank takes part in every call of backward.
+    wanted = [*graph.leaves, ANCHOR]
+    with _TORCH.with_autograd():
+        *found, _ = torch.autograd.grad(
+            graph.loss, wanted, by_loss, retain_graph=True, materialize_grads=True
+        )
+    return [g.clone(memory_format=torch.contiguous_format) for g in found]
+
+
+def _gradient_fake(
+    by_loss: Tensor,  # noqa: ARG001
+    ticket: Tensor,  # noqa: ARG001
+    xs: list[Tensor],
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in xs]
+
+
+class _Loss(_TORCH.SingleLevelFunction):  # type: ignore[misc, name-defined]
+    """The derivative of the op ``value``."""
+
+    @staticmethod
+    def forward(anchor: Tensor, made: tuple[Any, ...], *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_OPS.value(list(xs), anchor, *made))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, (_, ctx.needs, ctx.name, *_), *xs = inputs
+        ctx.save_for_backward(
+            output[1], *(x for x, needed in zip(xs, ctx.needs, strict=True) if needed)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, by_loss: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise ModeError(
+                f"{ctx.name}: a compiled loss has first derivatives only.\nCall it outside of "
+                "torch.compile where its gradient is differentiated again."
+            )
+        ticket, *xs = ctx.saved_tensors
+        found = iter(_OPS.gradient(by_loss, ticket, xs))
+        return None, None, *(next(found) if needed else None for needed in ctx.needs)
+
+
+def _loss(xs: list[Tensor], anchor: Tensor, *made: Any) -> list[Tensor]:
+    with _TORCH.enable_single_level():
+        return list(_Loss.apply(anchor, made, *xs))
+
+
+_LIBRARY.impl("loss", _loss, "CompositeImplicitAutograd")
+_LIBRARY.impl("value", _value, "CompositeExplicitAutograd")
+_LIBRARY.impl("gradient", _gradient, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{_NAMESPACE}::value", _value_fake, lib=_LIBRARY)
+torch.library.register_fake(f"{_NAMESPACE}::gradient", _gradient_fake, lib=_LIBRARY)
+_TORCH.register_ordered_effect(_OPS.value.default)
+_TORCH.register_ordered_effect(_OPS.gradient.default)

@@ -1,0 +1,55 @@
+"""Losses under torch.compile: one op in the graph, or a graph break where no op can stand."""
+
+from __future__ import annotations
+
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from allgrad._autograd.transforms import in_lockstep
+from allgrad._core.torch_internals import dual_level, functorch_active
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["EAGER", "in_graphs", "not_compiled"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+EAGER: dict[str, Callable[..., Tensor]] = {}  # the losses by name, as ops run them
+
+
+def in_graphs(loss: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Let a graph hold the loss as one op, whose backward is another (``_graph_op``).
+
+    The op has first derivatives by autograd. Inside torch.func, in forward mode and in a lockstep
+    block the loss runs between two graphs, in eager code, which has every derivative.
+    """
+    name = loss.__name__
+    EAGER[name] = loss
+    between = not_compiled(loss, "allgrad's losses run eagerly inside torch.func and lockstep")
+
+    @wraps(loss)
+    def call(*args: Any, **options: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return loss(*args, **options)
+        if functorch_active() or dual_level() >= 0 or in_lockstep() or _any_nested(args):
+            return between(*args, **options)
+        from allgrad.losses import _graph_op
+
+        return _graph_op.trace(name, args, options)
+
+    return cast("Callable[P, Tensor]", call)
+
+
+def not_compiled(function: Callable[P, T], reason: str) -> Callable[P, T]:
+    """Under torch.compile, a graph break: the function runs eagerly."""
+    disable: Any = partial(torch.compiler.disable, reason=reason)
+    return cast("Callable[P, T]", disable(function))
+
+
+def _any_nested(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(x, Tensor) and x.is_nested for x in args)

@@ -1,0 +1,132 @@
+"""Losses in compiled graphs: one op each way, which runs the eager loss."""
+
+import gc
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+import allgrad as ag
+from allgrad import losses
+from allgrad.errors import ModeError, PieceMismatch
+from allgrad.losses import _graph_op
+from counting import Counted
+from exactness import random
+
+ROWS = (3, 0, 2)
+HIDDEN = random((5, 6), 8)
+
+
+def inputs(rows, seed):
+    """Features, and a scale, of a rank; words of a vocabulary."""
+    made = [normalize(random((n, 6), seed + i), dim=1) for i, n in enumerate((rows, rows, 4))]
+    numbers = [torch.tensor(7.5, dtype=torch.float64), torch.tensor(-2.5, dtype=torch.float64)]
+    return [x.requires_grad_() for x in (*made, *numbers)]
+
+
+def every_loss(q, k, words, scale, bias, queue):
+    ids, targets = torch.arange(len(q)), torch.arange(5) % 4
+    return [
+        losses.clip_loss(2 * q, k, scale, label_smoothing=0.1),
+        losses.siglip_loss(q, k, scale, bias),
+        losses.info_nce_loss(q, k, scale, k[:1], grad_reduction="sum", ring=True),
+        losses.supcon_loss(q, k, scale, ids, ids, queue=queue, margin=0.1),
+        losses.sigmoid_supcon_loss(q, k, scale, ids, ids, bias=-1.0),
+        losses.multiple_negatives_loss(q, k, 5.0, queue=queue, symmetric=True),
+        losses.maxsim_loss(q[:, None], k[:, None], scale),
+        losses.cross_entropy(HIDDEN, words, targets, label_smoothing=0.1),
+        *losses.cross_entropy(HIDDEN, words, targets, reduction="none"),
+    ]
+
+
+def filled_queue():
+    queue = losses.KeyQueue(4, 6, ids=True, dtype=torch.float64)
+    queue.push(random((2, 6), 77), torch.tensor([1, 9]))
+    return queue
+
+
+def step(loss, rank, queue, *, rows=None, detached=()):
+    given = inputs(ROWS[rank] if rows is None else rows, 10 * rank)
+    given = [x.detach() if i in detached else x for i, x in enumerate(given)]
+    with Counted() as calls:
+        found = loss(*given, queue)
+        sum((i + 1 + rank) * one for i, one in enumerate(found)).backward()
+    return [x.detach() for x in found], [x.grad for x in given], calls
+
+
+@pytest.mark.ranks(3, timeout=230)
+@pytest.mark.timeout(240)
+def test_every_loss_equals_the_eager_one(rank):
+    """Rank 0 of three runs eagerly. Tracing sends nothing, or a call would be counted twice."""
+    queue = filled_queue()
+    compiled = torch.compile(every_loss, fullgraph=True, backend="aot_eager")
+    used = every_loss if rank == 0 else compiled
+    for detached in ((), (1,) if rank == 2 else (0,)):  # a rank without a gradient takes part
+        want = step(every_loss, rank, queue, detached=detached)
+        got = step(used, rank, queue, detached=detached)
+        assert got[2] == want[2]
+        torch.testing.assert_close(got[:2], want[:2], rtol=1e-13, atol=1e-13)
+    assert not _graph_op._graphs
+
+
+@pytest.mark.ranks(3, timeout=230)
+@pytest.mark.timeout(240)
+def test_new_sizes_take_no_new_graph(rank):
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, example)
+
+    def pair(q, k, _words, scale, _bias, _queue, sizes=None):
+        return [losses.clip_loss(q, k, scale), losses.siglip_loss(q, k, scale, sizes=sizes)]
+
+    compiled = torch.compile(pair, fullgraph=True, backend=backend)
+    for turn in range(4):
+        counts = [2 + (r + turn) % 4 for r in range(3)]
+        want = step(partial(pair, sizes=counts), rank, None, rows=counts[rank])
+        got = step(partial(compiled, sizes=counts), rank, None, rows=counts[rank])
+        assert got[2] == want[2]
+        torch.testing.assert_close(got[:2], want[:2], rtol=1e-13, atol=1e-13)
+    assert len(graphs) <= 3
+
+
+@pytest.mark.ranks(3, timeout=230)
+@pytest.mark.timeout(240)
+def test_checked_and_deadline_hold_around_compiled_losses(rank):
+    def loss(q, k, scale, wrong):
+        found = losses.supcon_loss(q, k, scale, torch.arange(3), torch.arange(3)[: 3 - wrong])
+        return found + losses.clip_loss(q, k, scale)
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    used = loss if rank == 1 else compiled
+    q, k, _, scale, _ = inputs(3, rank)
+    with ag.checked(), ag.deadline(200):
+        used(q, k, scale, 0).backward()
+        with pytest.raises(PieceMismatch, match=r"rank 2: .*key_ids has 2 entries"):
+            used(q, k, scale, int(rank == 2))
+    assert q.grad.abs().sum() > 0
+
+
+def test_second_derivatives_are_refused():
+    q, k, _, scale, _ = inputs(3, 0)
+    refusals = {"eager": "first derivatives only", "aot_eager": "double backward"}  # ours, torch's
+    for backend, text in refusals.items():
+        compiled = torch.compile(losses.clip_loss, fullgraph=True, backend=backend)
+        with pytest.raises((ModeError, RuntimeError), match=text):
+            torch.autograd.grad(compiled(q, k, scale), q, create_graph=True)[0].sum().backward()
+
+
+def test_graph_dropped_without_backward_is_freed():
+    q, k, _, scale, _ = inputs(3, 0)
+    compiled = torch.compile(losses.siglip_loss, fullgraph=True, backend="aot_eager")
+    loss = compiled(q, k, scale)
+    gc.collect()
+    assert len(_graph_op._graphs) == 1
+    del loss
+    gc.collect()
+    assert not _graph_op._graphs
+    with torch.no_grad():
+        assert not compiled(q, k, scale).requires_grad
+    assert not _graph_op._graphs
