@@ -18,6 +18,7 @@ import gc
 import json
 import random
 import statistics
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,8 +104,10 @@ def inputs_of(loss: str, pairs: int, width: int, dtype: torch.dtype, seed: int =
 def tried(run: Callable[[], object]) -> str | None:
     """Run it until nothing is compiled or captured any more; what went wrong, if anything."""
     try:
-        for _ in range(WARM_UP):
-            run()
+        since = time.monotonic()
+        for count in range(WARM_UP):
+            if count < 2 or time.monotonic() - since < 1:
+                run()
         torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001  a peer may refuse a size in its own way
         gc.collect()

@@ -13,7 +13,8 @@ its work done by the thread that runs, before autograd wakes another.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.losses._config import Sums
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from allgrad.losses._config import LossConfig
     from allgrad.losses._tiles.one_rank import Products
 
-__all__ = ["Inputs", "Kept", "first_gradients", "keeps_scores", "loss_value"]
+__all__ = ["Inputs", "Kept", "first_gradients", "keeps_scores", "loss_value", "one_rank"]
 
 
 class Inputs(NamedTuple):
@@ -61,11 +62,7 @@ class Kept(NamedTuple):
     @staticmethod
     def unflatten(tensors: Sequence[Tensor | None]) -> Kept:
         if len(tensors) == 3:
-            from allgrad.losses._tiles.one_rank import Products
-
-            by_query, by_key, parts = tensors
-            assert parts is not None
-            return Kept(products=Products(by_query, by_key, parts))
+            return Kept(products=one_rank().Products(*tensors))
         joined, row_lse, column_lse, pair_weights, *others = tensors
         if pair_weights is None:
             return Kept(joined, None, tuple(others[4:]), tuple(others[:4]))
@@ -73,6 +70,14 @@ class Kept(NamedTuple):
 
 
 _NONE = (None,) * 4
+
+
+@cache
+def one_rank() -> Any:
+    """Imported when it is needed: Triton takes a while."""
+    from allgrad.losses._tiles import one_rank
+
+    return one_rank
 
 
 def keeps_scores(config: LossConfig, q: Tensor, *, ring: bool) -> bool:
@@ -107,9 +112,7 @@ def first_gradients(
     """The gradients by queries, keys, scale and bias of all ranks' weights times the loss."""
     dtype = x.q.dtype
     if kept.products is not None:
-        from allgrad.losses._tiles import one_rank
-
-        return one_rank.gradients(config.kind, *x, by_loss, kept.products)
+        return one_rank().gradients(config.kind, *x, by_loss, kept.products)  # type: ignore[no-any-return]
     weight = by_loss if config.sums_loss_weights else None
     if kept.prepared is not None:
         if weight is not None:
@@ -136,9 +139,7 @@ def first_gradients(
 
 
 def _alone(config: LossConfig, x: Inputs, needed: Sequence[bool]) -> tuple[Tensor, Kept]:
-    from allgrad.losses._tiles import one_rank
-
-    loss, products = one_rank.loss_and_products(
+    loss, products = one_rank().loss_and_products(
         config.kind,
         *x,
         smoothing=config.smoothing,

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from allgrad.losses._config import LossConfig
     from allgrad.losses._key_blocks import KeyBlock
 
-__all__ = ["FusedPass", "has_fused_kernels", "times"]
+__all__ = ["FUSED_DTYPES", "FusedPass", "has_fused_kernels", "has_triton"]
 
-_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+FUSED_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
 def has_fused_kernels(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in _DTYPES and _has_triton()
+    return q.is_cuda and q.dtype in FUSED_DTYPES and has_triton()
 
 
 class FusedPass:
@@ -144,15 +144,15 @@ class FusedPass:
         total, by_key, rows = by_loss if later else None, None, len(self.q)
         if config.needs_key_grad:
             own, total = reduce_sums(layout, both[rows:].mul_(numbers[-1]), total)
-            by_key = own.to(dtype) if total is None else times(own, total, dtype)
+            by_key = own.to(dtype) if total is None else _times(own, total, dtype)
         elif total is not None:
             total = all_reduce(total, group=layout.group, grad="none")
         if total is not None:
             numbers = numbers * total
-        by_query = times(both[:rows], numbers[-1], dtype) if needed[0] else None
+        by_query = _times(both[:rows], numbers[-1], dtype) if needed[0] else None
         return by_query, by_key, numbers[0], None if self.bias is None else numbers[1]
 
 
-def times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """``x * factor`` in ``dtype``, rounded once."""
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))

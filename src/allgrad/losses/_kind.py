@@ -14,6 +14,8 @@ class LossKind(Enum):
     SOFTMAX_BOTH = "softmax along rows and along columns"
     SIGMOID = "sigmoid of each score"
 
+    __hash__ = object.__hash__  # that of Enum is a call in Python
+
     @property
     def directions(self) -> int:
         """How many terms of the loss each pair has."""

@@ -7,16 +7,17 @@ the long way (_arguments), which gives the same results.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from allgrad._autograd.transforms import is_plain_autograd
-from allgrad._wire import primitives as wire
+from allgrad._wire.groups import find_group
 from allgrad.losses._config import LossConfig
-from allgrad.losses._first_order import Inputs, Kept
-from allgrad.losses._fused_pass import has_fused_kernels
+from allgrad.losses._first_order import Inputs, Kept, one_rank
+from allgrad.losses._fused_pass import FUSED_DTYPES, has_triton
 from allgrad.losses._key_blocks import KeyLayout
 from allgrad.losses._modes import first_order, outside_autocast
 from allgrad.losses._tiles.torch import KEPT_SCORES
@@ -31,7 +32,14 @@ if TYPE_CHECKING:
 __all__ = ["loss_of_one_rank"]
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
-_REDUCTIONS = frozenset({"mean", "sum"})
+
+
+@cache
+def _replay() -> Any:
+    """Imported when it is needed: Triton takes a while."""
+    from allgrad.losses._tiles import replay
+
+    return replay
 
 
 def loss_of_one_rank(
@@ -45,50 +53,54 @@ def loss_of_one_rank(
     group: GroupLike,
 ) -> Tensor | None:
     """The loss without label smoothing, or None if the call is not of the plain kind."""
-    q, k, *extra = features.values()
-    scale, *others = scalars.values()
+    values: Any = features.values()
+    numbers: Any = scalars.values()
+    q, k, *extra = values
+    scale, *others = numbers
     bias = others[0] if others else None
     if not (
         type(q) in _PLAIN
+        and q.is_cuda
         and type(k) in _PLAIN
-        and _is_number(scale)
-        and (bias is None or _is_number(bias))
+        and type(scale) in _PLAIN
+        and (bias is None or type(bias) in _PLAIN)
         and (not extra or extra[0] is None)
         and (sizes is None or (isinstance(sizes, str) and sizes == "equal"))
-        and grad_reduction in _REDUCTIONS
+        and (grad_reduction == "mean" or grad_reduction == "sum")  # noqa: PLR1714  may be anything
     ):
         return None
-    assert isinstance(q, Tensor)
-    assert isinstance(k, Tensor)
-    assert isinstance(scale, Tensor)
-    shape, device = q.shape, q.device
+    shape, dtype, device = q.shape, q.dtype, q.device
     if not (
-        has_fused_kernels(q)
-        and k.dtype == q.dtype
+        dtype in FUSED_DTYPES
         and len(shape) == 2
+        and k.dtype is dtype
         and k.shape == shape
+        and k.device == device
         and 0 < shape[0] ** 2 <= KEPT_SCORES["cuda"]
-        and shape[1] > 0
-        and k.device == device == scale.device
-        and (bias is None or bias.device == device)  # type: ignore[union-attr]
-        and device.index == torch.cuda.current_device()
+        and shape[1]
+        and _is_number(scale, device)
+        and (bias is None or _is_number(bias, device))
         and torch.is_grad_enabled()
+        and (
+            q.requires_grad
+            or k.requires_grad
+            or scale.requires_grad
+            or (bias is not None and bias.requires_grad)
+        )
         and is_plain_autograd()
-        and wire.resolve(name, group).size == 1
+        and find_group(name, group).size == 1
+        and device.index == torch.cuda.current_device()
+        and has_triton()
     ):
         return None
-    needs_key_grad = k.requires_grad
-    if not (q.requires_grad or needs_key_grad or scale.requires_grad) and (
-        bias is None or not bias.requires_grad  # type: ignore[union-attr]
-    ):
-        return None
-    call = name, group
-    loss: Tensor = outside_autocast(_apply, call, kind, q, k, scale, bias, device="cuda")
-    return loss
+    call = name, group, kind
+    if not torch.is_autocast_enabled("cuda"):
+        return _apply(call, q, k, scale, bias)  # type: ignore[no-any-return]
+    return outside_autocast(_apply, call, q, k, scale, bias, device="cuda")  # type: ignore[no-any-return]
 
 
-def _is_number(x: object) -> bool:
-    return type(x) in _PLAIN and x.dtype is torch.float32 and x.dim() == 0  # type: ignore[attr-defined]
+def _is_number(x: Any, device: torch.device) -> bool:
+    return x.dtype is torch.float32 and x.device == device and not x.dim()
 
 
 class _LossOfOneRank(torch.autograd.Function):
@@ -97,63 +109,59 @@ class _LossOfOneRank(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917
         ctx: Any,
-        call: tuple[str, GroupLike],
-        kind: LossKind,
+        call: tuple[str, GroupLike, LossKind],
         q: Tensor,
         k: Tensor,
         scale: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        from allgrad.losses._tiles.replay import replayed
-
-        ctx.call, ctx.kind = call, kind
+        ctx.call = call
         # In every case the same tensors: a checkpoint compares what its two forwards save.
         ctx.save_for_backward(q, k, scale, bias)
-        found = replayed(kind, q, k, scale, bias, ctx.needs_input_grad[2:4])
+        _, needs_query, needs_key, *_ = ctx.needs_input_grad
+        found = _replay().replayed(call[2], q, k, scale, bias, (needs_query, needs_key))
         if found is None:
-            loss, ctx.kept = _launched(ctx, q, k, scale, bias)
-        else:
-            loss, ctx.kept = found
-        return loss
+            found = _launched(ctx, q, k, scale, bias)
+        loss, ctx.kept = found
+        return loss  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, by_loss: Tensor) -> tuple[Tensor | None, ...]:
-        from allgrad.losses._tiles import one_rank
-        from allgrad.losses._tiles.replay import Lease
-
-        q, k, scale, bias = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, None
-        lease = kept if isinstance(kept, Lease) else None
+        lease = kept if isinstance(kept, _replay().Lease) else None
+        if lease is not None and not torch.is_grad_enabled():
+            return None, *lease.gradients(by_loss)
+        q, k, scale, bias = ctx.saved_tensors
         products = kept if lease is None else lease.products()
         if products is None:
             _, products = outside_autocast(_launched, ctx, q, k, scale, bias, device="cuda")
         if torch.is_grad_enabled():  # create_graph=True
-            needed = ctx.needs_input_grad[2:]
+            needed = ctx.needs_input_grad[1:]
             x = Inputs(q, k, scale, bias)
             found = first_order(_config(ctx, q, k), (Kept(products=products), needed), x, by_loss)
         else:
-            found = one_rank.gradients(ctx.kind, q, k, scale, bias, by_loss, products)
+            found = one_rank().gradients(ctx.call[2], q, k, scale, bias, by_loss, products)
         if lease is not None:
             lease.release()
-        return None, None, *found
+        return None, *found
 
 
 def _launched(
     ctx: Any, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Products]:
-    from allgrad.losses._tiles import one_rank
-
+    _, needs_query, needs_key, *_ = ctx.needs_input_grad
     with torch.no_grad():
-        return one_rank.loss_and_products(
-            ctx.kind,
+        found: tuple[Tensor, Products] = one_rank().loss_and_products(
+            ctx.call[2],
             q,
             k,
             scale,
             bias,
             smoothing=0.0,
-            needs_query_grad=ctx.needs_input_grad[2],
-            needs_key_grad=ctx.needs_input_grad[3],
+            needs_query_grad=needs_query,
+            needs_key_grad=needs_key,
         )
+    return found
 
 
 # The same as _LossOfOneRank.apply outside of torch.func, less what that one does in Python.
@@ -161,6 +169,6 @@ _apply: Any = super(torch.autograd.Function, _LossOfOneRank).apply
 
 
 def _config(ctx: Any, q: Tensor, k: Tensor) -> LossConfig:
-    name, group = ctx.call
+    name, group, kind = ctx.call
     layout = KeyLayout(0, (len(k),), group)
-    return LossConfig(name, ctx.kind, layout, (len(q),), needs_key_grad=ctx.needs_input_grad[3])
+    return LossConfig(name, kind, layout, (len(q),), needs_key_grad=ctx.needs_input_grad[2])

@@ -34,7 +34,7 @@ class Launch:
     kernels for must be alike in all calls: dtypes, which addresses and sizes are multiples of 16.
     """
 
-    __slots__ = ("_compiled", "_constants", "_dtypes", "_grid", "_kernel")
+    __slots__ = ("_constants", "_dtypes", "_grid", "_kernel", "_launcher", "_runner")
 
     def __init__(
         self,
@@ -44,16 +44,29 @@ class Launch:
         constants: tuple[int, ...],
     ) -> None:
         self._kernel, self._grid, self._dtypes, self._constants = kernel, grid, dtypes, constants
-        self._compiled: Callable[..., object] | None = None
+        self._runner: Callable[..., object] | None = None
+        self._launcher: tuple[Any, Any, Any] | None = None
 
-    def __call__(self, *args: float) -> None:
-        """Launch the kernel on the current stream of the current device."""
-        if self._compiled is not None:
-            self._compiled(*args, *self._constants)
-            return
+    def __call__(self, stream: int, *args: float) -> None:
+        """Launch the kernel on a stream, which must be the current one of the current device."""
+        if self._launcher is not None:
+            run, function, metadata = self._launcher
+            nothing = None, None, None  # what hooks of Triton's are told, and these
+            run(*self._grid, stream, function, metadata, *nothing, *args, *self._constants)
+        elif self._runner is not None:
+            self._runner(*args, *self._constants)
+        else:
+            self._first(*args)
+
+    def _first(self, *args: float) -> None:
         addresses = args[: len(self._dtypes)]
         arrays = [_Array(t, int(x)) for t, x in zip(self._dtypes, addresses, strict=True)]
         others = args[len(arrays) :]
         compiled = self._kernel[self._grid](*arrays, *others, *self._constants, num_warps=4)
-        if compiled is not None:  # a hook of Triton's may take over
-            self._compiled = compiled[self._grid]
+        if compiled is None:  # a hook of Triton's may take over
+            return
+        self._runner = compiled[self._grid]
+        # What the runner calls, in Triton 3.3 to 3.9; without them, the runner.
+        names = "run", "function", "packed_metadata"
+        if all(hasattr(compiled, name) for name in names):
+            self._launcher = compiled.run, compiled.function, compiled.packed_metadata

@@ -24,7 +24,14 @@ from allgrad.losses._tiles.launches import Launch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Products", "address_of", "aligned", "gradients", "loss_and_products"]
+__all__ = [
+    "Products",
+    "address_of",
+    "aligned",
+    "gradients",
+    "gradients_plan",
+    "loss_and_products",
+]
 
 _BLOCK = 2048  # elements of one program of the kernel ``gradients``
 _SUM_BLOCK = 4096
@@ -145,10 +152,11 @@ def loss_and_products(
     dots = dot_products(q, k.T)
     by_score = torch.empty_like(dots, dtype=q.dtype)
     loss = dots.new_empty(()) if address is None else address
+    stream = torch.cuda.current_stream().cuda_stream
     if kind is LossKind.SIGMOID:
-        parts = _sigmoid_weights(dots, scale, bias, by_score, loss)
+        parts = _sigmoid_weights(stream, dots, scale, bias, by_score, loss)
     else:
-        parts = _softmax_weights(kind, q, k, scale, smoothing, dots, by_score, loss)
+        parts = _softmax_weights(stream, kind, q, k, scale, smoothing, dots, by_score, loss)
     return loss, Products(
         dot_products(by_score, k) if needs_query_grad else None,
         dot_products(by_score.T, q) if needs_key_grad else None,
@@ -157,6 +165,7 @@ def loss_and_products(
 
 
 def _softmax_weights(  # noqa: PLR0917
+    stream: int,
     kind: LossKind,
     q: Tensor,
     k: Tensor,
@@ -174,15 +183,17 @@ def _softmax_weights(  # noqa: PLR0917
     start, at_dots, at_scale = memory.data_ptr(), dots.data_ptr(), scale.data_ptr()
     places = [start + place for place in plan.places]
     row_parts, column_parts, row_lse, column_lse, pair_scores, pair_weights, loss_parts = places
-    plan.lse(at_dots, at_scale, row_parts, column_parts, rows, columns, 0)
+    plan.lse(stream, at_dots, at_scale, row_parts, column_parts, rows, columns, 0)
     each = smoothing / columns
     plan.terms(
+        stream,
         *(q.data_ptr(), k.data_ptr(), at_scale, row_parts, column_parts),
         *(row_lse, column_lse, pair_scores, pair_weights, loss_parts),
         *(rows, columns, q.shape[1], 0, plan.across, plan.down),
         *(plan.mean_factor, smoothing - each),
     )
     plan.weights(
+        stream,
         *(at_dots, by_score.data_ptr(), at_scale, row_lse, column_lse, pair_weights, at_scale),
         *(parts.data_ptr(), loss_parts, loss.data_ptr()),
         *(rows, columns, 0, plan.programs, plan.mean_factor, each),
@@ -194,8 +205,8 @@ def _softmax_weights(  # noqa: PLR0917
     return parts
 
 
-def _sigmoid_weights(
-    dots: Tensor, scale: Tensor, bias: Tensor | None, by_score: Tensor, loss: Tensor
+def _sigmoid_weights(  # noqa: PLR0917
+    stream: int, dots: Tensor, scale: Tensor, bias: Tensor | None, by_score: Tensor, loss: Tensor
 ) -> Tensor:
     """Compute the weights and the loss; give the gradients by scale and bias."""
     rows, columns = dots.shape
@@ -205,27 +216,41 @@ def _sigmoid_weights(
     memory, numbers = dots.new_empty(4 * plan.parts), dots.new_empty(2)
     at_scale, parts = scale.data_ptr(), memory.data_ptr()
     plan.weights(
+        stream,
         *(dots.data_ptr(), by_score.data_ptr(), at_scale),
         *(at_scale if bias is None else bias.data_ptr(), parts),
         *(rows, columns, 0, plan.mean_factor),
     )
-    plan.sums(parts, loss.data_ptr(), numbers.data_ptr(), plan.parts)
+    plan.sums(stream, parts, loss.data_ptr(), numbers.data_ptr(), plan.parts)
     return numbers
 
 
+class Gradients(NamedTuple):
+    """The kernel that multiplies products of one size, and what it is given beside addresses."""
+
+    launch: Launch
+    numbers: tuple[float, ...]
+
+
 @lru_cache(maxsize=128)
-def _gradients(
+def gradients_plan(  # noqa: PLR0917
+    kind: LossKind,
+    rows: int,
     query_elements: int,
     key_elements: int,
-    has_bias: bool,
+    parts: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> Launch:
+    *,
+    has_bias: bool,
+) -> Gradients:
     del device
     programs = _cdiv(query_elements, _BLOCK) + _cdiv(key_elements, _BLOCK)
     dtypes = *(_F32,) * 5, dtype, dtype, _F32, _F32
     constants = has_bias, store_scale(dtype), _BLOCK
-    return Launch(kernels.gradients, (max(programs, 1), 1, 1), dtypes, constants)
+    launch = Launch(kernels.gradients, (max(programs, 1), 1, 1), dtypes, constants)
+    count = 1 if kind is LossKind.SIGMOID else parts
+    return Gradients(launch, (query_elements, key_elements, count, 1 / (kind.directions * rows)))
 
 
 def gradients(  # noqa: PLR0917
@@ -243,21 +268,15 @@ def gradients(  # noqa: PLR0917
     by_key = None if right is None else torch.empty_like(right, dtype=k.dtype)
     by_scale = parts.new_empty(())
     by_bias = None if bias is None else parts.new_empty(())
-    query_elements = 0 if left is None else left.numel()
-    key_elements = 0 if right is None else right.numel()
-    is_sigmoid = kind is LossKind.SIGMOID
-    launch = _gradients(query_elements, key_elements, bias is not None, q.dtype, q.device)
-    launch(
-        *(
-            address_of(left),
-            address_of(right),
-            parts.data_ptr(),
-            scale.data_ptr(),
-            by_loss.data_ptr(),
-        ),
-        *(address_of(by_query), address_of(by_key), by_scale.data_ptr(), address_of(by_bias)),
-        *(query_elements, key_elements, 1 if is_sigmoid else parts.numel()),
-        1 / (kind.directions * q.shape[0]),
+    sizes = len(q), 0 if left is None else left.numel(), 0 if right is None else right.numel()
+    has_bias = bias is not None
+    plan = gradients_plan(kind, *sizes, parts.numel(), q.dtype, q.device, has_bias=has_bias)
+    plan.launch(
+        torch.cuda.current_stream().cuda_stream,
+        *(address_of(left), address_of(right), parts.data_ptr()),
+        *(scale.data_ptr(), by_loss.data_ptr()),
+        *map(address_of, (by_query, by_key, by_scale, by_bias)),
+        *plan.numbers,
     )
     return by_query, by_key, by_scale, by_bias
 

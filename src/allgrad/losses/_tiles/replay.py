@@ -3,23 +3,30 @@
 Up to some thousand pairs the device waits for the host. So after some calls of one size on one
 stream, their launches are captured once, over inputs and products that stay in place, and replayed:
 
-    copy_inputs    q, k, scale, bias, and where this call wants its loss
-    replay         the kernels of one_rank
+    forward     copy_inputs    q, k, scale, bias, and where this call wants its loss
+                replay         the kernels of one_rank
+    backward    gradients
 
 The products belong to the call until its backward has run or its graph is dropped. While a call holds
-them, others are launched one by one. A backward that comes later, because the graph was retained,
-finds them overwritten and computes them again. Results are the same bit for bit.
+them, others are launched one by one. Backward runs in another thread, whose caches are cold; so all
+that it needs is made in forward. Results are the same bit for bit.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from allgrad.losses._tiles import fused_kernels as kernels
 from allgrad.losses._tiles.launches import Launch
-from allgrad.losses._tiles.one_rank import address_of, aligned, loss_and_products
+from allgrad.losses._tiles.one_rank import (
+    address_of,
+    aligned,
+    gradients_plan,
+    loss_and_products,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,14 +36,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Lease", "replayed"]
 
-MAX_PAIRS = 4096  # from 8,192 pairs on the host waits for the device
-MAX_BYTES = 256 << 20  # of all captured steps
+MAX_PAIRS = 8192  # above, the host waits for the device
 AFTER_CALLS = 5  # of one size; sizes that come once or twice are not worth a graph
 STALE_AFTER = 100  # calls of other sizes; then a captured step may make room for another
 # Products of float32 follow switches of torch for TF32, which a graph would not.
 DTYPES = frozenset({torch.bfloat16, torch.float16})
 _BLOCK = 4096
 _MOST_COUNTED = 256
+
+
+@cache
+def max_bytes(device: torch.device) -> int:
+    """How much all captured steps of a device may take: 1/256 of its memory."""
+    return torch.cuda.get_device_properties(device).total_memory // 256
 
 
 class _Key(NamedTuple):
@@ -61,10 +73,11 @@ class _Captured:
     """A step over inputs and products that stay in place."""
 
     def __init__(self, key: _Key, q: Tensor, scale: Tensor) -> None:
-        self.q, self.k, self.scale = torch.empty_like(q), torch.empty_like(q), scale.clone()
+        self.q, self.k = (torch.zeros(q.shape, dtype=q.dtype, device=q.device) for _ in range(2))
+        self.scale = scale.clone()
         self.bias = scale.clone() if key.has_bias else None
         self.address = torch.empty((), dtype=torch.int64, device=q.device)
-        self.calls, self.last_used = 0, 0
+        self.calls = self.last_used = 0
         self.idle = [True]  # empty while a call holds the products
         inputs = q.dtype, q.dtype, torch.float32, torch.float32
         self.copy = Launch(
@@ -74,11 +87,12 @@ class _Captured:
             (key.has_bias, _BLOCK),
         )
         self._capture(key)
+        self._prepare(key)
 
     def _capture(self, key: _Key) -> None:
         """Run it once on another stream, which loads what must be loaded, then capture it there."""
-        first, unused = torch.zeros_like(self.q), torch.empty_like(self.scale)
-        self._copy(first, first, self.scale, self.bias, unused)
+        unused = torch.empty_like(self.scale)
+        self.address.fill_(unused.data_ptr())
         stream, side = torch.cuda.current_stream(), _side_stream(key.device)
         side.wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
@@ -105,33 +119,54 @@ class _Captured:
             address=self.address,
         )[1]
 
-    def _copy(self, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, loss: Tensor) -> None:
-        q, k = aligned(q), aligned(k)
-        self.copy(
-            *(q.data_ptr(), k.data_ptr(), scale.data_ptr(), address_of(bias)),
-            *(self.q.data_ptr(), self.k.data_ptr(), self.scale.data_ptr(), address_of(self.bias)),
-            *(self.address.data_ptr(), q.numel(), loss.data_ptr()),
+    def _prepare(self, key: _Key) -> None:
+        """What calls need, found once."""
+        self.stream, (left, right, parts) = key.stream, self.products
+        self.targets = tuple(map(address_of, (self.q, self.k, self.scale, self.bias, self.address)))
+        self.sources = *map(address_of, (left, right, parts)), self.scale.data_ptr()
+        elements = [0 if x is None else x.numel() for x in (left, right)]
+        sizes = len(self.q), *elements, parts.numel()
+        self.gradients = gradients_plan(
+            key.kind, *sizes, key.dtype, key.device, has_bias=key.has_bias
         )
+        self.elements, self.needed = self.q.numel(), key.needed
 
-    def run(self, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    def run(self, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None) -> tuple[Tensor, Lease]:
+        q, k = aligned(q), aligned(k)
         loss = torch.empty_like(scale)
-        self._copy(q, k, scale, bias, loss)
+        inputs = q.data_ptr(), k.data_ptr(), scale.data_ptr(), address_of(bias)
+        self.copy(self.stream, *inputs, *self.targets, self.elements, loss.data_ptr())
         self.graph.replay()
-        return loss
+        return loss, Lease(self)
 
 
 class Lease:
-    """The products of one call, until they are released."""
+    """The products of one call, until they are released, and memory for its gradients."""
 
-    __slots__ = ("_call", "_held", "_step")
+    __slots__ = ("_addresses", "_gradients", "_held", "_step")
 
     def __init__(self, step: _Captured) -> None:
         step.calls += 1
-        self._step, self._call, self._held = step, step.calls, True
+        self._step, self._held = step, True
+        by_query, by_key = (torch.empty_like(step.q) if needed else None for needed in step.needed)
+        by_scale = torch.empty_like(step.scale)
+        by_bias = None if step.bias is None else torch.empty_like(by_scale)
+        self._gradients = by_query, by_key, by_scale, by_bias
+        self._addresses = tuple(map(address_of, self._gradients))
 
-    def products(self) -> Products | None:
-        """The products of this call; None if a later call has overwritten them."""
-        return self._step.products if self._step.calls == self._call else None
+    def products(self) -> Products:
+        """The products of this call."""
+        assert self._held
+        return self._step.products
+
+    def gradients(self, by_loss: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients by queries, keys, scale and bias; can be asked for once."""
+        assert self._held
+        step = self._step
+        launch, numbers = step.gradients
+        launch(step.stream, *step.sources, by_loss.data_ptr(), *self._addresses, *numbers)
+        self.release()
+        return self._gradients
 
     def release(self) -> None:
         """Let other calls overwrite the products: what reads them has been launched."""
@@ -155,12 +190,14 @@ class _Known:
         if len(self.counts) > _MOST_COUNTED:
             self.counts.clear()
         self.counts[key] = self.counts.get(key, 0) + 1
-        if self.counts[key] % AFTER_CALLS or key.bytes > MAX_BYTES:
+        limit = max_bytes(key.device)
+        if self.counts[key] % AFTER_CALLS or key.bytes > limit:
             return
         for other, step in list(self.steps.items()):
             if self.calls - step.last_used > STALE_AFTER:
                 del self.steps[other]
-        if key.bytes + sum(other.bytes for other in self.steps) <= MAX_BYTES:
+        used = sum(other.bytes for other in self.steps if other.device == key.device)
+        if key.bytes + used <= limit:
             self.steps[key] = _Captured(key, q, scale)
             del self.counts[key]
 
@@ -184,10 +221,11 @@ def replayed(  # noqa: PLR0917
     needed: tuple[bool, bool],
 ) -> tuple[Tensor, Lease] | None:
     """The loss and a lease of its products; None if the kernels must be launched one by one."""
-    if len(q) > MAX_PAIRS or q.dtype not in DTYPES or torch.cuda.is_current_stream_capturing():
+    shape, dtype = q.shape, q.dtype
+    if shape[0] > MAX_PAIRS or dtype not in DTYPES or torch.cuda.is_current_stream_capturing():
         return None
     stream = torch.cuda.current_stream().cuda_stream
-    key = _Key(kind, q.shape, q.dtype, q.device, stream, needed, bias is not None)
+    key = _Key(kind, shape, dtype, q.device, stream, needed, bias is not None)
     step = _known.steps.get(key)
     _known.calls += 1
     if step is None:
@@ -197,6 +235,5 @@ def replayed(  # noqa: PLR0917
         step.idle.pop()
     except IndexError:
         return None  # a call holds the products
-    lease = Lease(step)
     step.last_used = _known.calls
-    return step.run(q, k, scale, bias), lease
+    return step.run(q, k, scale, bias)
