@@ -104,9 +104,11 @@ def inputs_of(loss: str, pairs: int, width: int, dtype: torch.dtype, seed: int =
 def tried(run: Callable[[], object]) -> str | None:
     """Run it until nothing is compiled or captured any more; what went wrong, if anything."""
     try:
+        run()
+        run()
         since = time.monotonic()
-        for count in range(WARM_UP):
-            if count < 2 or time.monotonic() - since < 1:
+        for _ in range(WARM_UP):
+            if time.monotonic() - since < 1:
                 run()
         torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001  a peer may refuse a size in its own way

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.losses._config import Sums
-from allgrad.losses._fused_pass import FusedPass, has_fused_kernels
+from allgrad.losses._fused_pass import FusedPass, has_fused_kernels, kept_scores
 from allgrad.losses._key_blocks import GatheredKeys, KeyBlock, key_blocks, needs_ring
 from allgrad.losses._score_pass import ScorePass
-from allgrad.losses._tiles.torch import KEPT_SCORES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +85,7 @@ def keeps_scores(config: LossConfig, q: Tensor, *, ring: bool) -> bool:
     With SIGMOID, it decides the order of the messages.
     """
     scores = max(config.pairs) * sum(config.layout.sizes)
-    return not ring and scores <= KEPT_SCORES.get(q.device.type, 0)
+    return not ring and scores <= kept_scores(config.kind, q, alone=config.layout.world == 1)
 
 
 def loss_value(config: LossConfig, x: Inputs, needed: Sequence[bool]) -> tuple[Tensor, Kept]:

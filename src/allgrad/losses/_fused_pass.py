@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +12,7 @@ from allgrad.losses._column_sums import column_sums
 from allgrad.losses._config import Sums
 from allgrad.losses._key_blocks import reduce_sums
 from allgrad.losses._kind import LossKind
+from allgrad.losses._tiles.torch import KEPT_SCORES, has_triton
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,18 +22,32 @@ if TYPE_CHECKING:
     from allgrad.losses._config import LossConfig
     from allgrad.losses._key_blocks import KeyBlock
 
-__all__ = ["FUSED_DTYPES", "FusedPass", "has_fused_kernels", "has_triton"]
+__all__ = ["FUSED_DTYPES", "FusedPass", "has_fused_kernels", "kept_scores"]
 
+_LARGE_DEVICE = 64 << 30  # bytes
 FUSED_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
-
-
-@cache
-def has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def has_fused_kernels(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in FUSED_DTYPES and has_triton()
+
+
+@cache
+def _is_large(device: torch.device) -> bool:
+    return torch.cuda.get_device_properties(device).total_memory > _LARGE_DEVICE
+
+
+def kept_scores(kind: LossKind, q: Tensor, *, alone: bool) -> int:
+    """Up to how many scores of a rank are kept; the same on all ranks of several.
+
+    One rank alone on a large device keeps more where that is faster: products of float32 are slow, and
+    a sigmoid's tiles are slower than a product of all queries and keys. The scores of 32,768 pairs
+    take 4 GiB, and their weights in 16 bits 2 GiB.
+    """
+    limit = KEPT_SCORES.get(q.device.type, 0)
+    if alone and (kind is LossKind.SIGMOID or q.dtype == torch.float32) and has_fused_kernels(q):
+        return 4 * limit if _is_large(q.device) else limit
+    return limit
 
 
 class FusedPass:

@@ -17,10 +17,10 @@ from allgrad._autograd.transforms import is_plain_autograd
 from allgrad._wire.groups import find_group
 from allgrad.losses._config import LossConfig
 from allgrad.losses._first_order import Inputs, Kept, one_rank
-from allgrad.losses._fused_pass import FUSED_DTYPES, has_triton
+from allgrad.losses._fused_pass import FUSED_DTYPES, kept_scores
 from allgrad.losses._key_blocks import KeyLayout
 from allgrad.losses._modes import first_order, outside_autocast
-from allgrad.losses._tiles.torch import KEPT_SCORES
+from allgrad.losses._tiles.torch import has_triton
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,7 +76,7 @@ def loss_of_one_rank(
         and k.dtype is dtype
         and k.shape == shape
         and k.device == device
-        and 0 < shape[0] ** 2 <= KEPT_SCORES["cuda"]
+        and 0 < shape[0] ** 2 <= kept_scores(kind, q, alone=True)
         and shape[1]
         and _is_number(scale, device)
         and (bias is None or _is_number(bias, device))

@@ -24,7 +24,14 @@ if TYPE_CHECKING:
 
     from allgrad.losses._tiles.torch import Weights
 
-__all__ = ["dot_products", "products", "sigmoid_terms", "softmax_terms", "softmax_weights"]
+__all__ = [
+    "dot_products",
+    "products",
+    "sigmoid_terms",
+    "softmax_terms",
+    "softmax_weights",
+    "tile_lse",
+]
 
 LSE_TILE, TILE, TERMS = (64, 128), (32, 128), (32, 32, 128)
 
@@ -87,6 +94,28 @@ def dot_products(q: Tensor, k: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mm(q, k, out_dtype=torch.float32, out=out)
 
 
+def tile_lse(kind: LossKind, dots: Tensor, scale: Tensor, first_pair: int) -> tuple[Tensor, Tensor]:
+    """The logsumexp of each row over some columns and, for SOFTMAX_BOTH, of each column over some rows.
+
+    Pairs are left out. Each is a matrix with a row of parts for each row, or column, of tiles.
+    """
+    rows, columns = dots.shape
+    plan, both = _plan(rows, columns), kind is LossKind.SOFTMAX_BOTH
+    across, down, _ = plan.lse_tiles
+    parts = dots.new_empty(across * rows + (down * columns if both else 0))
+    row_parts = parts[: across * rows].view(across, rows)
+    column_parts = parts[across * rows :].view(down, columns) if both else row_parts
+    _launch(
+        kernels.tile_lse,
+        plan.lse_tiles,
+        (dots, scale, row_parts, column_parts, rows, columns, first_pair),
+        (both, *LSE_TILE),
+        dots.device,
+        plan.alignment,
+    )
+    return row_parts, column_parts
+
+
 class SoftmaxTerms(NamedTuple):
     """What one pass over the scores of a softmax gives."""
 
@@ -112,20 +141,9 @@ def softmax_terms(
 ) -> SoftmaxTerms:
     """The terms of the loss along rows and, if this rank is ``alone``, along columns."""
     rows, columns = dots.shape
-    plan = _plan(rows, columns)
-    both = kind is LossKind.SOFTMAX_BOTH
+    plan, both, device = _plan(rows, columns), kind is LossKind.SOFTMAX_BOTH, dots.device
+    row_parts, column_parts = tile_lse(kind, dots, scale, first_pair)
     across, down, _ = plan.lse_tiles
-    parts = dots.new_empty(across * rows + (down * columns if both else 0))
-    column_parts = parts[across * rows :] if both else parts
-    device = dots.device
-    _launch(
-        kernels.tile_lse,
-        plan.lse_tiles,
-        (dots, scale, parts, column_parts, rows, columns, first_pair),
-        (both, *LSE_TILE),
-        device,
-        plan.alignment,
-    )
     programs = plan.terms[0]
     memory = dots.new_empty(4 * rows + programs)
     row_lse, pairs, pair_weights, column_lse, loss_parts = memory.split_with_sizes(
@@ -137,7 +155,7 @@ def softmax_terms(
     _launch(
         kernels.softmax_terms,
         plan.terms,
-        (q, k, scale, parts, column_parts, *vectors, *sizes, mean_factor, smoothing),
+        (q, k, scale, row_parts, column_parts, *vectors, *sizes, mean_factor, smoothing),
         (complete, *TERMS),
         device,
         plan.alignment,
@@ -149,7 +167,7 @@ def softmax_terms(
     return SoftmaxTerms(
         row_lse,
         column_lse if complete else None,
-        column_parts.view(down, columns) if both and not alone else None,
+        column_parts if both and not alone else None,
         pairs,
         pair_weights,
         loss_parts.sum(),
@@ -165,14 +183,16 @@ def softmax_weights(
     by_loss: Tensor | None,
     first_pair: int,
     mean_factor: float,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The derivative by each score; the gradient of the scale, and what products are multiplied by.
 
-    The second includes ``by_loss`` unless it is None; the first never does.
+    The second includes ``by_loss`` unless it is None; the first never does. ``in_place`` overwrites
+    ``dots``, which must be of ``dtype``.
     """
     rows, columns = dots.shape
     plan = _plan(rows, columns)
-    by_score = dots.new_empty((rows, columns), dtype=dtype)
+    by_score = dots if in_place else dots.new_empty((rows, columns), dtype=dtype)
     parts = dots.new_empty(2, plan.tiles[0] * plan.tiles[1])
     assert weights.row_lse is not None
     has_columns, has_by_loss = weights.column_lse is not None, by_loss is not None

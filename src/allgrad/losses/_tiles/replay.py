@@ -38,7 +38,7 @@ __all__ = ["Lease", "replayed"]
 
 MAX_PAIRS = 8192  # above, the host waits for the device
 AFTER_CALLS = 5  # of one size; sizes that come once or twice are not worth a graph
-STALE_AFTER = 100  # calls of other sizes; then a captured step may make room for another
+STALE_AFTER = 30  # calls of other sizes; then a captured step may make room for another
 # Products of float32 follow switches of torch for TF32, which a graph would not.
 DTYPES = frozenset({torch.bfloat16, torch.float16})
 _BLOCK = 4096

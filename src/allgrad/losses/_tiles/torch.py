@@ -7,6 +7,8 @@ dropped. Sums are kept in float32, or in float64 for float64 features.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Gradients", "Tiles", "Weights", "row_dots", "tiles_for"]
+__all__ = ["Gradients", "Tiles", "Weights", "has_triton", "row_dots", "tiles_for"]
 
 CPU_TILE = 512, 1024  # rows and columns of a tile that stays in the caches of a CPU
 DEVICE_TILE = 4096, 4096
@@ -217,12 +219,21 @@ def tiles_for(
     state: Tensor | None,
     keep: bool = False,
 ) -> Tiles:
-    """Tiles for these features: Triton kernels for 16 bits on a CUDA device, otherwise plain torch."""
+    """Tiles for these features: on a CUDA device Triton kernels up to 32 bits, otherwise plain torch."""
     if _has_kernels(q) and not keep:
         from allgrad.losses._tiles.triton import TritonTiles
 
         return TritonTiles(q, k, scale, bias=bias, first_pair=first_pair, state=state)
+    if q.is_cuda and q.dtype == torch.float32 and not keep and has_triton():
+        from allgrad.losses._tiles.fused_tiles import FusedTiles
+
+        return FusedTiles(q, k, scale, bias=bias, first_pair=first_pair, state=state)
     return Tiles(q, k, scale, bias=bias, first_pair=first_pair, state=state, keep=keep)
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _has_kernels(x: Tensor) -> bool:
