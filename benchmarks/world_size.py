@@ -1,81 +1,150 @@
-"""Host time of a call by the number of ranks, on torch's fake backend, which sends nothing.
+"""Host time and memory of every call by the number of ranks, on torch's fake backend, which sends nothing.
 
 One process believes in W ranks; what is measured is the Python and C++ work of a call on the host.
-Every row beside the raw call of torch.distributed, in one interleaved run.
+Every row beside the raw call of torch.distributed and its differentiable versions, in one run. A
+sample is the last of three calls in a row: a call before it that touches megabytes, as a raw
+all_gather among thousands of ranks does, would leave the caches cold for the next row. Memory is the
+peak of Python's own allocations in a call (tracemalloc): its bookkeeping, not tensors.
 
-    python benchmarks/world_size.py [--worlds 8,64,512,4096] [--repeats 51]
+    python benchmarks/world_size.py [--worlds 8,512,4096,16384] [--repeats 31] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
+import tracemalloc
+import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.nn import functional as nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import allgrad as ag
+from allgrad._core.torch_internals import functional_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROWS, WIDTH = 2, 4
+IN_A_ROW = 3
 
 
 def calls(world: int) -> dict[str, Callable[[], object]]:
-    """The calls measured in a world of this size; raw ones first."""
-    x = torch.randn(ROWS, WIDTH)
-    gathered = torch.empty(ROWS * world, WIDTH)
-    whole = torch.randn(world, WIDTH)
+    """The calls measured in a world of this size: raw, ours, peers."""
+    x, whole = torch.randn(ROWS, WIDTH), torch.randn(world, WIDTH)
+    joined, part = torch.empty(ROWS * world, WIDTH), torch.empty(1, WIDTH)
+    sizes, ones = [ROWS] * world, [1] * world
+    group, pairs = dist.group.WORLD, [(0, 1), (1, 0)]
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    sizes = [ROWS] * world
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    functional = functional_collectives()
+    gathered = getattr(
+        functional, "all_gather_single_autograd", functional.all_gather_tensor_autograd
+    )
+    scattered = getattr(
+        functional, "reduce_scatter_single_autograd", functional.reduce_scatter_tensor_autograd
+    )
     return {
-        "raw all_gather": lambda: gather(gathered, x),
-        "all_gather, sizes found out": lambda: ag.all_gather(x),
-        "all_gather, sizes given": lambda: ag.all_gather(x, sizes=sizes),
-        "all_gather, equal": lambda: ag.all_gather(x, sizes="equal"),
-        "raw all_reduce": lambda: dist.all_reduce(x.clone()),
+        "all_gather: raw": lambda: gather(joined, x),
+        "all_gather: raw, list": lambda: dist.all_gather(list(joined.split(ROWS)), x),
+        "all_gather: equal": lambda: ag.all_gather(x, sizes="equal"),
+        "all_gather: sizes given": lambda: ag.all_gather(x, sizes=sizes),
+        "all_gather: found out": lambda: ag.all_gather(x),
+        "all_gather: nn": lambda: nn.all_gather(x, group),
+        "all_gather: functional": lambda: gathered(x, 0, group).wait(),
+        "reduce_scatter: raw": lambda: scatter(part, whole),
+        "reduce_scatter: raw, list": lambda: dist.reduce_scatter(part, list(whole.split(1))),
+        "reduce_scatter: equal": lambda: ag.reduce_scatter(whole, sizes="equal"),
+        "reduce_scatter: sizes given": lambda: ag.reduce_scatter(whole, sizes=ones),
+        "reduce_scatter: found out": lambda: ag.reduce_scatter(whole),
+        "reduce_scatter: functional": lambda: scattered(whole, "sum", 0, group).wait(),
+        "all_to_all: raw": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
+        "all_to_all: raw, sizes": lambda: dist.all_to_all_single(
+            torch.empty_like(whole), whole, ones, ones
+        ),
+        "all_to_all: equal": lambda: ag.all_to_all(whole, send_sizes="equal"),
+        "all_to_all: sizes given": lambda: ag.all_to_all(whole, send_sizes=ones, recv_sizes=ones),
+        "all_to_all: found out": lambda: ag.all_to_all(whole),
+        "all_to_all: nn": lambda: nn.all_to_all_single(torch.empty_like(whole), whole),
+        "all_reduce: raw": lambda: dist.all_reduce(x.clone()),
         "all_reduce": lambda: ag.all_reduce(x),
-        "reduce_scatter, found out": lambda: ag.reduce_scatter(whole),
-        "reduce_scatter, equal": lambda: ag.reduce_scatter(whole, sizes="equal"),
+        "all_reduce: nn": lambda: nn.all_reduce(x),
+        "broadcast: raw": lambda: dist.broadcast(x.clone(), 0),
         "broadcast": lambda: ag.broadcast(x),
+        "broadcast: nn": lambda: nn.broadcast(x, 0),
+        "reduce: raw": lambda: dist.reduce(x.clone(), 0),
+        "reduce": lambda: ag.reduce(x),
+        "gather: equal": lambda: ag.gather(x, sizes="equal"),
+        "gather: found out": lambda: ag.gather(x),
+        "scatter: equal": lambda: ag.scatter(whole, sizes="equal"),
+        "scatter: found out": lambda: ag.scatter(whole),
+        "shift: sizes given": lambda: ag.shift(x, sizes=sizes),
+        "shift: found out": lambda: ag.shift(x),
+        "permute: sizes given": lambda: ag.permute(x, pairs, sizes=sizes),
+        "permute: found out": lambda: ag.permute(x, pairs),
+        "scan": lambda: ag.scan(x),
+        "share": lambda: ag.share(x),
+        "split: equal": lambda: ag.split(whole, sizes="equal"),
         "gather_sizes": lambda: ag.gather_sizes(x),
     }
 
 
-def measure(world: int, repeats: int) -> dict[str, float]:
-    """Median microseconds of each call, all in turns."""
+def measure(world: int, repeats: int) -> dict[str, tuple[float, float]]:
+    """Median microseconds of each call, all in turns, and KiB of its bookkeeping."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         made = calls(world)
         samples: dict[str, list[float]] = {name: [] for name in made}
-        for turn in range(repeats + 3):
+        for turn in range(repeats + 1):
             for name, call in made.items():
-                began = time.perf_counter()
-                call()
-                if turn >= 3:
-                    samples[name].append(time.perf_counter() - began)
-        return {name: 1e6 * statistics.median(times) for name, times in samples.items()}
+                for _ in range(IN_A_ROW):
+                    began = time.perf_counter()
+                    call()
+                    took = time.perf_counter() - began
+                if turn:
+                    samples[name].append(took)
+        return {
+            name: (1e6 * statistics.median(samples[name]), bookkeeping(call))
+            for name, call in made.items()
+        }
     finally:
         dist.destroy_process_group()
 
 
+def bookkeeping(call: Callable[[], object]) -> float:
+    """KiB that Python allocates at most in a call."""
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    tracemalloc.reset_peak()
+    call()
+    peak = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    return peak / 1024
+
+
 def main() -> None:
+    warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(1)  # as torchrun sets it
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--worlds", default="8,64,512,4096")
-    options.add_argument("--repeats", type=int, default=51)
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--worlds", default="8,512,4096,16384")
+    options.add_argument("--repeats", type=int, default=31)
+    options.add_argument("--json", type=Path)
     given = options.parse_args()
     worlds = [int(world) for world in given.worlds.split(",")]
     measured = {world: measure(world, given.repeats) for world in worlds}
-    print("| host time, us | " + " | ".join(f"{world} ranks" for world in worlds) + " |")
+    print("| host time, us; KiB | " + " | ".join(f"{world} ranks" for world in worlds) + " |")
     print("|---|" + "---|" * len(worlds))
     for name in measured[worlds[0]]:
-        cells = " | ".join(f"{measured[world][name]:.0f}" for world in worlds)
-        print(f"| {name} | {cells} |")
+        cells = (f"{us:.0f}; {kib:.0f}" for us, kib in (measured[w][name] for w in worlds))
+        print(f"| {name} | {' | '.join(cells)} |")
+    if given.json is not None:
+        given.json.write_text(json.dumps(measured, indent=1) + "\n")
 
 
 if __name__ == "__main__":
