@@ -62,6 +62,7 @@ __all__ = [
 
 ROW = 96
 _LENGTH, _AMOUNTS = 3, 8  # the words with the length of the message, and the number of amounts
+_TENSORS, _NAMES, _ROOT, _ERROR = 4, 5, 6, 7
 _FIXED = 9
 _SPEC = 3  # words of a tensor before its shape
 _FOLLOW = -1  # amounts come in a message of their own
@@ -170,11 +171,28 @@ class Exchange(NamedTuple):
     device: torch.device
 
     def same(self, *free: int) -> bool:
-        """Tell whether all rows are the same, except in these words."""
-        different = self.rows != self.rows[self.call.rank]
+        """Tell whether all rows are the same, except in these words.
+
+        Behind the amounts there are zeros, or the text of an error that its own word tells of.
+        """
+        own = self.rows[self.call.rank]
+        used = int(own[_LENGTH]) + max(0, int(own[_AMOUNTS]))
+        different = self.rows[:, :used] != own[:used]
         if free:
             different[:, list(free)] = False
         return not different.any()
+
+    def told_by(self, src: int) -> RankArgs | None:
+        """The arguments of ``src``; None unless all ranks are in this call with this root, none has
+        a problem, and all have its nest, if it has one. Only its row is decoded.
+        """
+        words = [0, 1, 2, _ROOT, _ERROR]
+        if int(self.rows[src, _NAMES]):
+            words += [_TENSORS, _NAMES]
+        told = self.rows[:, words]
+        if int(told[src, 4]) or bool((told != told[self.call.rank]).any()):
+            return None
+        return RankArgs.decode(self.rows[src].tolist(), src)
 
     def lengths(self) -> tuple[tuple[int, ...], ...] | None:
         """What each rank holds along dim, tensor by tensor; None if rows differ in more than that."""

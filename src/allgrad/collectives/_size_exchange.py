@@ -95,17 +95,20 @@ def specs_of_src(
     Other ranks' tensors are ignored.
     """
     rows = exchange(call, "scatter", leaves, dims, amounts, src)
-    ranks = rows.decoded()
-    if any(args.operation != "scatter" or args.root != src for args in ranks):
-        raise pieces_differ(call, leaves, ranks, free=True)
-    specs, amounts_by_rank = _with_structure(ranks, src), ranks[src].amounts
+    told = rows.told_by(src)
+    if told is None or told.root != src:
+        ranks = rows.decoded()
+        if any(args.operation != "scatter" or args.root != src for args in ranks):
+            raise pieces_differ(call, leaves, ranks, free=True)
+        told = _with_structure(ranks, src)
+    specs, amounts_by_rank = told.tensors, told.amounts
     if amounts_by_rank is None:
         following = rows.following_amounts(len(specs))
         return specs, tuple(by_rank[src] for by_rank in following)
     return specs, amounts_by_rank[call.rank :: call.size]
 
 
-def _with_structure(ranks: Sequence[RankArgs], src: int) -> tuple[TensorSpec, ...]:
+def _with_structure(ranks: Sequence[RankArgs], src: int) -> RankArgs:
     cut = ranks[src]
     if cut.names:
         odd = {
@@ -122,7 +125,7 @@ def _with_structure(ranks: Sequence[RankArgs], src: int) -> tuple[TensorSpec, ..
                     "Pass a nest of the same structure on the other ranks.",
                 )
             )
-    return cut.tensors
+    return cut
 
 
 def _by_tensor(flat: Sequence[int], world: int) -> list[tuple[int, ...]]:

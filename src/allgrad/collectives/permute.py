@@ -12,7 +12,7 @@ from allgrad.collectives._size_exchange import held_pieces
 from allgrad.errors import GroupError, InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -142,8 +142,11 @@ def shift(
     stop = check_grad("shift", grad)
     if isinstance(offset, bool) or not isinstance(offset, int):
         raise InputError(f"shift: offset={offset!r} is not a whole number.\nGive ranks to move on.")
-    ends = [rank + offset for rank in range(call.size)]
-    to = [end % call.size if wrap or 0 <= end < call.size else -1 for end in ends]
+    last = call.size - 1
+    to = [
+        (rank + offset) % call.size if wrap or 0 <= rank + offset <= last else -1
+        for rank in range(call.size)
+    ]
     leaves, partition = held_pieces(call, x, dim, sizes, "permute")
     return leaves.run_parts(
         partition,
@@ -161,35 +164,35 @@ def _ends(call: Call, partition: Partition, *to: int) -> Ends:
 @makes_pair("permute", _ends)
 def permute_pair(call: Call, partition: Partition, *destinations: int) -> AdjointPair:
     """Pieces from each rank to its destination, or nowhere if that is -1 <-> pieces back."""
-    to = {a: b for a, b in enumerate(destinations) if b >= 0}
-    back = {b: a for a, b in to.items()}
+    back = [-1] * call.size
+    for rank, end in enumerate(destinations):
+        if end >= 0:
+            back[end] = rank
     arriving = (
-        tuple(s[back.get(rank, rank)] for rank in range(call.size)) for s in partition.sizes
+        tuple(s[rank if source < 0 else source] for rank, source in enumerate(back))
+        for s in partition.sizes
     )
     after = Partition(partition.dims, tuple(arriving))
+    end, source = destinations[call.rank], back[call.rank]
 
     def move(
-        xs: Sequence[Tensor],
-        to: Mapping[int, int],
-        back: Mapping[int, int],
-        partition: Partition,
-        result: Partition,
+        xs: Sequence[Tensor], end: int, source: int, partition: Partition, result: Partition
     ) -> list[Tensor]:
         send, receive = [0] * call.size, [0] * call.size
-        if call.rank in to:
-            send[to[call.rank]] = partition.counts(xs)[call.rank]
-        if call.rank in back:
-            receive[back[call.rank]] = result.counts(xs)[call.rank]
-        sent = partition.pack_own(xs) if call.rank in to else partition.pack_none(xs)
+        if end >= 0:
+            send[end] = partition.counts(xs)[call.rank]
+        if source >= 0:
+            receive[source] = result.counts(xs)[call.rank]
+        sent = partition.pack_own(xs) if end >= 0 else partition.pack_none(xs)
         got = wire.all_to_all(call, sent, send, receive)
         shapes = result.shapes(xs, call.rank)
-        return unpack(got, shapes) if call.rank in back else [got.new_zeros(s) for s in shapes]
+        return unpack(got, shapes) if source >= 0 else [got.new_zeros(s) for s in shapes]
 
     return AdjointPair(
         "permute",
         "permute",
-        lambda xs: move(xs, to, back, partition, after),
-        lambda xs: move(xs, back, to, after, partition),
+        lambda xs: move(xs, end, source, partition, after),
+        lambda xs: move(xs, source, end, after, partition),
         Made("permute", call, (partition, *destinations)),
     )
 
