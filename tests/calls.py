@@ -13,8 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 REDUCTIONS = ("sum", "mean", "prod", "min", "max", "logsumexp")
-HELD = (2, 1, 3)  # what each rank holds along the ragged dim
-SENT = ((1, 2, 1), (2, 0, 1), (0, 1, 2))  # all_to_all: what each rank sends to each
+HELD = (2, 1, 3, 2)  # what each rank holds along the ragged dim
+SENT = (
+    (1, 2, 1, 0),
+    (2, 0, 1, 1),
+    (0, 1, 2, 1),
+    (1, 0, 2, 2),
+)  # all_to_all: what each rank sends to each
 
 
 @dataclass(frozen=True)
