@@ -22,7 +22,7 @@ BACKENDS = {
 BOTH = ("variants", "groups")  # what a group with both backends runs, too
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(90)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
     ("backend", "group"),
@@ -36,5 +36,5 @@ def test_cases_are_exact_on_every_rank(backend, group, world):
     device, runs, why_not = BACKENDS[backend]
     if not runs:
         pytest.skip(why_not)
-    by_rank = run_ranks(Batch(group, device), world, backend=backend, timeout=180)
+    by_rank = run_ranks(Batch(group, device), world, backend=backend, timeout=60)
     assert by_rank == [list(CASES[group])] * world
