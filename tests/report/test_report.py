@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from allgrad._wire.algorithms import Situation
+from allgrad._wire.groups import Backend
+from allgrad._wire.link_model import LOOPBACK, Links, predict, with_given
 from allgrad._wire.recording import CLOSED_AT, HEADER_BYTES, MAGIC
 from allgrad.errors import InputError
 from allgrad.report.findings import find
@@ -77,6 +80,25 @@ def test_bytes_sizes_and_algorithms_by_line(slow_rank):
     assert gathered.nbytes == STEPS * 24000
     assert scattered.nbytes == STEPS * 3 * 24000
     assert lines["all_reduce", False].skew == 1.0
+    for line in lines.values():
+        assert 0 < line.moving * 3 * STEPS <= line.in_calls
+        assert line.members == (0, 1, 2)
+
+
+def test_the_plan_is_set_beside_what_was_measured(slow_rank, tmp_path):
+    lines = {(line.name, line.backward): line for line in find(slow_rank).lines}
+    recorded = lines["all_gather", False]
+    cores = load(slow_rank).ranks[0].header["cores"]
+    links = with_given(LOOPBACK, cores=cores)
+    expected = predict(Situation("all_gather", Backend.GLOO, True, 3, 16000, 24000, False), links)
+    assert recorded.planned == (expected.algorithm, round(expected.seconds * 1e9))
+    assert expected.algorithm in recorded.algorithms
+    # Ten times slower links: all that moves takes longer.
+    slower = with_given(links, latency=links.latency * 10, bandwidth=links.bandwidth / 10)
+    slower.write(tmp_path / "links.json")
+    again = find(slow_rank, Links.read(tmp_path / "links.json")).lines
+    assert min(line.planned[1] for line in again) > 2 * expected.seconds * 1e9
+    assert all(line.planned[1] for line in again)
 
 
 def test_a_mismatch_is_shown_by_rank(tmp_path):

@@ -175,6 +175,7 @@ class Recorder:
             "host": socket.gethostname(),
             "boot": boot(),
             "process": os.getpid(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
             "wall": time.time_ns(),
             "monotonic": time.monotonic_ns(),
             "allgrad": __version__,

@@ -26,11 +26,16 @@ def report(
         Path | None,
         typer.Option(dir_okay=False, help="Write a trace for Perfetto or chrome://tracing, JSON."),
     ] = None,
+    links: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Table of links for predictions, as of allgrad plan."),
+    ] = None,
 ) -> None:
     """Show a recording: who waits for whom, the slowest calls, what differs, what hangs.
 
     Without -o and --trace it prints text. It may run while the recorded job runs.
     """
+    from allgrad._wire.link_model import Links
     from allgrad.report.findings import find
     from allgrad.report.page import write_page
     from allgrad.report.text import summary, text
@@ -38,7 +43,7 @@ def report(
 
     console = Console()
     try:
-        found = find(directory)
+        found = find(directory, None if links is None else Links.read(links))
     except InputError as error:
         raise typer.BadParameter(str(error), param_hint="DIRECTORY") from error
     if out is None and trace is None:

@@ -39,6 +39,7 @@ class Counts:
         # The piece of a rank is what it gives, or of a reduce_scatter what it gets.
         self.gets_piece = np.array([k.operation == "reduce_scatter" for k in recording.kinds])
         self.pieces: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        self.groups_of_line: dict[int, set[tuple[int, ...]]] = defaultdict(set)
         self.calls_of_line = np.zeros(len(self._lines), np.int64)
         self.slow: list[tuple[int, int, Matched]] = []
         self.mismatches: list[Mismatch] = []
@@ -85,6 +86,7 @@ class Counts:
             ]
             for number in np.unique(line):
                 one = self._lines[number]
+                self.groups_of_line[int(number)].add(group.group.members)
                 one.nbytes += int(sums[0][number])
                 one.in_calls += int(sums[1][number])
                 one.waiting += int(sums[2][number])
@@ -95,6 +97,9 @@ class Counts:
                     used = self._lines[self.line_of_kind[number]].algorithms
                     name = self.recording.kinds[number].algorithm
                     used[name] = used.get(name, 0) + int(count)
+                    self._lines[self.line_of_kind[number]].on_host &= self.recording.kinds[
+                        number
+                    ].host
 
     def _add_mismatch(self, group: Matched, first: int, calls: Calls) -> None:
         agreed = np.where(calls.present, self.agreed[calls.kind], -1)
@@ -141,7 +146,11 @@ class Counts:
         for number, line in enumerate(self._lines):
             sums = self.pieces[number]
             if sums:
-                line.calls = max(1, round(int(self.calls_of_line[number]) / len(sums)))
+                events = int(self.calls_of_line[number])
+                line.moving = (line.in_calls - line.waiting) // events
+                groups = self.groups_of_line[number]
+                line.members = next(iter(groups)) if len(groups) == 1 else ()
+                line.calls = max(1, round(events / len(sums)))
                 line.sizes = {rank: total // line.calls for rank, total in sorted(sums.items())}
                 mean = sum(sums.values()) / len(sums)
                 line.skew = max(sums.values()) / mean if mean else 1.0

@@ -12,11 +12,13 @@ from allgrad.report.ending import GONE, RUNNING, endings, last_call, state
 from allgrad.report.load import load
 from allgrad.report.matching import match
 from allgrad.report.model import Findings
+from allgrad.report.predicted import predict_lines
 from allgrad.report.units import ranks_text, seconds, short_site
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from allgrad._wire.link_model import Links
     from allgrad.report.model import Mismatch
 
 __all__ = ["find"]
@@ -27,8 +29,8 @@ _NOTES = 3
 _HANGS = 10**9  # ns in one call, while the job still runs
 
 
-def find(path: Path) -> Findings:
-    """Load, align and look through a recording."""
+def find(path: Path, links: Links | None = None) -> Findings:
+    """Load, align and look through a recording; ``links`` are for what ``allgrad plan`` says."""
     recording = load(path)
     align(recording)
     matched = match(recording)
@@ -58,6 +60,7 @@ def find(path: Path) -> Findings:
         last_calls,
         hangs,
     )
+    predict_lines(found.lines, recording, links)
     found.headlines = _headlines(found)
     return found
 

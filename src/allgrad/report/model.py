@@ -45,6 +45,12 @@ class Line:
     algorithms: dict[str, int] = field(default_factory=dict)
     skew: float = 1.0  # largest piece of a rank by the mean, over all calls
     sizes: dict[int, int] = field(default_factory=dict)  # bytes of the piece by rank, on average
+    members: tuple[int, ...] = ()  # ranks of its group; none where it ran on several
+    on_host: bool = True
+    moving: int = 0  # time of a call on a rank, without waiting
+    planned: tuple[str, int] | None = (
+        None  # algorithm of allgrad plan; its time for the one that ran
+    )
 
 
 @dataclass(slots=True)

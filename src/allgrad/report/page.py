@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from allgrad.report.sample import sample, slices
-from allgrad.report.text import summary
+from allgrad.report.text import plan_says, summary
 from allgrad.report.units import nbytes, short_site
 
 if TYPE_CHECKING:
@@ -87,6 +87,8 @@ def _data(found: Findings, shown: Shown) -> dict[str, Any]:
                 "in": line.in_calls / 1e3,
                 "waits": line.waiting / 1e3,
                 "algorithm": line.algorithms,
+                "moving": line.moving / 1e3,
+                "plan": plan_says(line),
                 "skew": line.skew,
                 "sizes": list(line.sizes.items()),
             }

@@ -13,9 +13,9 @@ from allgrad.report.units import nbytes, seconds, short_site
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from allgrad.report.model import Findings, Mismatch
+    from allgrad.report.model import Findings, Line, Mismatch
 
-__all__ = ["summary", "text"]
+__all__ = ["plan_says", "summary", "text"]
 
 _LINES = 12
 
@@ -70,8 +70,19 @@ def _ranks(found: Findings) -> Table:
 
 
 def _lines(found: Findings) -> Table:
-    columns = ("call", "line", ">calls", ">bytes", ">time", ">waits", "algorithm", ">skew")
-    table = _table("Lines of the program, by time in calls of all ranks", *columns)
+    columns = (
+        "call",
+        "line",
+        ">calls",
+        ">bytes",
+        ">time",
+        ">waits",
+        "algorithm",
+        ">a call",
+        ">plan",
+    )
+    title = "Lines of the program, by time in calls of all ranks; a call: one, without waiting"
+    table = _table(title, *columns, ">skew")
     for line in found.lines[:_LINES]:
         share = line.waiting / line.in_calls if line.in_calls else 0.0
         table.add_row(
@@ -82,11 +93,21 @@ def _lines(found: Findings) -> Table:
             seconds(line.in_calls),
             f"{share:.0%}",
             ", ".join(sorted(line.algorithms, key=lambda name: -line.algorithms[name])),
+            seconds(line.moving),
+            plan_says(line),
             f"{line.skew:.2f}",
         )
     if len(found.lines) > _LINES:
         table.caption = f"and {len(found.lines) - _LINES} more"
     return table
+
+
+def plan_says(line: Line) -> str:
+    """The time of a call by ``allgrad plan``, and its algorithm if another one ran."""
+    if line.planned is None:
+        return ""
+    algorithm, time = line.planned
+    return seconds(time) if algorithm in line.algorithms else f"{seconds(time)} ({algorithm})"
 
 
 def _slowest(found: Findings) -> Table:

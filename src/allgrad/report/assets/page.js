@@ -101,12 +101,13 @@ table("ranks", "Ranks", "A call waits for the last rank to start it. Late: last 
       percent(one.last), percent(one.late), one.late ? time(one.by) : "", share(one.caused, caused, time(one.caused))],
   })));
 const inCalls = Math.max(0, ...data.lines.map((one) => one.in));
-table("lines", "Calls by line of the program", "Time and bytes of all ranks together; skew: the largest rank's bytes by the mean.",
-  ["call", "line", "dtype", ">calls a rank", ">bytes", ">in calls", ">of that waiting", "algorithm", ">skew", "sizes by rank"],
+table("lines", "Calls by line of the program", "Time and bytes of all ranks together; a call: one, without waiting, and what allgrad plan says of it; " +
+  "skew: the largest rank's bytes by the mean.",
+  ["call", "line", "dtype", ">calls a rank", ">bytes", ">in calls", ">of that waiting", "algorithm", ">a call", ">plan", ">skew", "sizes by rank"],
   data.lines.map((one) => ({
-    kind: side(one), bad: one.skew >= 1.5 ? [8] : [],
+    kind: side(one), bad: one.skew >= 1.5 ? [10] : [],
     cells: [one.call, line(one), one.dtype, count(one.calls), bytes(one.bytes), share(one.in, inCalls, time(one.in)),
-      share(one.waits, one.in), Object.keys(one.algorithm).join(", "), one.skew.toFixed(2), sizes(one.sizes)],
+      share(one.waits, one.in), Object.keys(one.algorithm).join(", "), time(one.moving), one.plan, one.skew.toFixed(2), sizes(one.sizes)],
   })));
 table("slowest", "The slowest calls", "Time of the rank that was in the call longest, and how much of it was waiting.",
   ["call", "line", ">number", ">at", ">took", ">waited", "for", "sizes by rank"],
