@@ -1,5 +1,6 @@
 """Ranks that bring different tensors to one call raise, without a deadline and without checks."""
 
+import contextlib
 import time
 
 import pytest
@@ -39,6 +40,44 @@ def test_unequal_tensors_never_meet(name):
     assert all(isinstance(text, str) for text in found), found
     assert any("CollectiveMismatch" in text and "differs" in text for text in found), found
     assert all("different" in text for text in found), found
+
+
+def unused_result(odd):
+    """A rank without the second result in its loss goes backward through the first at once."""
+    x = torch.ones(3, requires_grad=True)
+    first, second = ag.all_reduce(x), ag.all_gather(x, sizes="equal")
+    (first.sum() if odd else first.sum() + second.sum()).backward()
+
+
+DIFFERENT = {
+    "src": lambda odd: ag.broadcast(torch.ones(3), src=odd),
+    "op": lambda odd: ag.all_reduce(torch.ones(3), op="max" if odd else "sum"),
+    "sizes found": lambda odd: (ag.all_gather if odd else ag.all_reduce)(torch.ones(3)),
+    "sizes equal": lambda odd: (
+        ag.all_gather(torch.ones(3), sizes="equal") if odd else ag.all_reduce(torch.ones(3))
+    ),
+    "backward": unused_result,
+}
+
+
+def make_different(name, lockstep):
+    try:
+        with ag.lockstep() if lockstep else contextlib.nullcontext():
+            DIFFERENT[name](dist.get_rank())
+    except AllgradError as error:
+        dist.destroy_process_group()
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("name", "lockstep"),
+    [(name, lockstep) for name in DIFFERENT for lockstep in (False, True)][:-1],
+)
+def test_ranks_in_different_calls_do_not_wait_for_ever(name, lockstep):
+    found = run_ranks(make_different, 2, name, lockstep, timeout=30)
+    assert all("wait for each other in different calls" in text for text in found), found
 
 
 def come_late_with_ragged_pieces():

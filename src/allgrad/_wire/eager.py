@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from allgrad._wire import deadline, diagnosis
+from allgrad._wire import deadline, diagnosis, watchdog
+from allgrad.errors import RankRaised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -237,12 +238,15 @@ def _call(call: Call, method: str, options: tuple[Any, Any], *args: Any) -> None
         _run(call, lambda later: getattr(process_group, method)(*args, options[later]))
         return
     began = time.monotonic()
+    watchdog.STATE.waiting = call, None, began
     try:
         work = getattr(process_group, method)(*args, options[False])
         if work is not None:
             work.wait()
     except RuntimeError as error:
         raise _explained(call, error, began) from error
+    finally:
+        watchdog.STATE.waiting = None
 
 
 def _run(call: Call, start: Callable[[bool], Any]) -> None:
@@ -252,13 +256,18 @@ def _run(call: Call, start: Callable[[bool], Any]) -> None:
         return
     if not call.group.registered:
         deadline.prepare(call)
+    if watchdog.STATE.thread is None:
+        watchdog.start()
     began = time.monotonic()
+    watchdog.STATE.waiting = call, None, began
     try:
         work = start(False)
         if work is not None:
             work.wait()
     except RuntimeError as error:
         raise _explained(call, error, began) from error
+    finally:
+        watchdog.STATE.waiting = None
 
 
 def _begin(call: Call, start: Callable[[], Sequence[Any]]) -> Sequence[Any]:
@@ -275,15 +284,25 @@ def _begin(call: Call, start: Callable[[], Sequence[Any]]) -> Sequence[Any]:
 def _end(call: Call, works: Sequence[Any]) -> None:
     """Wait for all of them, as long as the deadline allows."""
     began = time.monotonic()
+    if deadline.STATE.seconds is None:
+        watchdog.STATE.waiting = call, None, began
     try:
         for work in works:
             deadline.wait(call, work)
     except RuntimeError as error:
         raise _explained(call, error, began) from error
+    except RankRaised as error:
+        found = watchdog.mismatch()
+        if found is None:
+            raise
+        raise found from error
+    finally:
+        watchdog.STATE.waiting = None
 
 
 def _explained(call: Call, error: RuntimeError, began: float) -> Exception:
-    return diagnosis.explain(call, error, time.monotonic() - began, deadline.STATE.seconds)
+    waited = time.monotonic() - began
+    return watchdog.mismatch() or diagnosis.explain(call, error, waited, deadline.STATE.seconds)
 
 
 def _movable(x: Tensor) -> Tensor:

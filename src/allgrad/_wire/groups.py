@@ -55,7 +55,7 @@ class Group:
 
     __slots__ = (
         *("__weakref__", "_device_types", "_name", "_ref"),
-        *("backends", "calls", "order", "orders", "rank", "registered", "size", "thread"),
+        *("backends", "calls", "doing", "order", "orders", "rank", "registered", "size", "thread"),
         "topology",
     )
 
@@ -70,7 +70,8 @@ class Group:
         self._ref, self._name = ref, name
         self._device_types: list[str] | None = None
         self.backends: dict[torch.device, Backend] = {}  # those asked for so far
-        self.calls = 0  # on the wire, so far
+        self.calls = 0  # on the wire, so far,
+        self.doing = "", -1  # the last of them, and its src or dst
         self.orders: dict[torch.device, Any] = {}  # how calls go backward (call_order)
         self.order: Any = None  # the one of tensors on the host,
         self.thread = 0  # and the thread that made its calls

@@ -70,17 +70,20 @@ def wait(call: Call, alike: Tensor, works: Sequence[Any]) -> None:
                 work.wait()
             watchdog.STATE.waiting = None
         else:
+            if deadline.STATE.seconds is None:  # a lockstep block listens, but has no end
+                watchdog.STATE.waiting = call, alike, began
             deadline.wait_for_all(call, works)
+            watchdog.STATE.waiting = None
     except (RuntimeError, RankRaised) as error:
         watchdog.STATE.waiting = None
         deadline.close_connections(call)
+        found = watchdog.mismatch()
+        if found is not None:
+            raise found from error
         if isinstance(error, RankRaised):
             raise
         waited = time.monotonic() - began
-        explained = watchdog.mismatch() or diagnosis.explain(
-            call, error, waited, deadline.STATE.seconds, alike
-        )
-        raise explained from error
+        raise diagnosis.explain(call, error, waited, deadline.STATE.seconds, alike) from error
 
 
 def _tag(x: Tensor) -> int:

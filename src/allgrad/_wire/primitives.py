@@ -159,6 +159,7 @@ def _run(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) ->
     """Choose an algorithm and run it."""
     group = call.group
     group.calls += 1
+    group.doing = operation.name, args[0] if operation.rooted else -1
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     if not x.is_contiguous():

@@ -1,9 +1,10 @@
-"""A watchdog for waits without a deadline: it ends those of ranks that bring different tensors.
+"""A watchdog for waits without a deadline: it ends those of ranks that are in different calls.
 
 Messages of other shapes or dtypes never meet (``messages``), so ranks that bring such tensors to
-one call wait for each other. A thread of each process looks once a second. While this rank waits, it
-writes into the group's store which call that is and what the rank brought, and reads what some other
-ranks wrote. A difference in the same call ends the wait, on every rank.
+one call wait for each other; so do ranks that call different collectives, or name another src or dst.
+A thread of each process looks once a second. While this rank waits, it writes into the group's store
+which call that is and what the rank brought, and reads what some other ranks wrote. A difference in the
+call of the same number ends the wait, on every rank.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _State:
     """The wait of this process that the watchdog looks at, and what it found."""
 
     def __init__(self) -> None:
-        self.waiting: tuple[Call, Tensor, float] | None = None
+        self.waiting: tuple[Call, Tensor | None, float] | None = None
         self.thread: threading.Thread | None = None
         self.found: CollectiveMismatch | None = None
 
@@ -66,10 +67,10 @@ def _watch() -> None:
         del waiting
 
 
-def _compare(waiting: tuple[Call, Tensor, float]) -> None:
+def _compare(waiting: tuple[Call, Tensor | None, float]) -> None:
     call, x, _ = waiting
     store = call.group.process_group.get_group_store()
-    number, brought = call.group.calls, f"{call.name} of {describe_shapes([x])}"
+    number, brought = call.group.calls, _describe(call, x)
     store.set(f"allgrad/waits/{call.rank}", f"{number} {brought}")
     others = [rank for rank in range(call.size) if rank != call.rank]
     rows = {call.rank: brought}
@@ -82,8 +83,21 @@ def _compare(waiting: tuple[Call, Tensor, float]) -> None:
     odd = {rank: "differs" for rank, text in rows.items() if text != brought}
     if odd and STATE.waiting is waiting:
         table = [rows.get(rank, "unknown") for rank in range(call.size)]
-        rule = f"{call.name}: the ranks bring different tensors to one call."
-        advice = "Give every rank the same shape and dtype; checked() names the line."
+        if any(text.partition(" of ")[0] != brought.partition(" of ")[0] for text in rows.values()):
+            rule = f"{call.name}: the ranks wait for each other in different calls."
+            advice = "Make the same calls, in one order, on every rank; checked() names the lines."
+        else:
+            rule = f"{call.name}: the ranks bring different tensors to one call."
+            advice = "Give every rank the same shape and dtype; checked() names the line."
         STATE.found = CollectiveMismatch(rank_table(rule, table, odd, advice))
         diagnosis.publish_failure(STATE.found)
         deadline.close_connections(call)
+
+
+def _describe(call: Call, x: Tensor | None) -> str:
+    """The call in words: its name, what it does on the wire, and with what, if that is alike."""
+    operation, root = call.group.doing
+    does = "" if operation == call.name else f" ({operation})"
+    ends = "" if root < 0 else f" {'to' if operation == 'reduce' else 'from'} rank {root}"
+    shapes = "" if x is None else f" of {describe_shapes([x])}"
+    return f"{call.name}{does}{ends}{shapes}"
