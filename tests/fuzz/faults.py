@@ -19,6 +19,7 @@ from fuzz.ranks import COMPILING, Source, difference, perform_one, surroundings
 
 KINDS = ("raise", "exit", "stop", "late")
 DEADLINE = 4.0
+SLOW = 4  # every rank compiles for the first time
 IN_TIME = 20.0  # the deadline, a roll call, and a slow machine
 FORWARD = 'if rank == {rank}:\n    misbehave("{kind}")'
 BACKWARD = 'if rank == {rank} and {{0}}.requires_grad:\n    {{0}}.register_hook(lambda g: misbehave("{kind}"))'
@@ -54,7 +55,7 @@ def check_fault(seed: int, *, compiled: bool = False) -> str:
     program, rank, kind = faulty(seed, compiled=compiled)
     expected, writer = run_oracle(program)
     source = Source.of(program, expected, writer)
-    seconds = IN_TIME + COMPILING * source.body.count("torch.compile(")
+    seconds = IN_TIME + SLOW * COMPILING * source.body.count("torch.compile(")
     ended = _ranks().run(perform_faulty, program.world, (source,), seconds)
     wrong = []
     for r, how in ended.items():

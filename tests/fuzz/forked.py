@@ -17,7 +17,12 @@ from allgrad._wire.world import Rendezvous, World
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PRELOADED = ["torch._dynamo", "allgrad._autograd.graph_ops", "fuzz.faults"]
+PRELOADED = [
+    "torch._dynamo",
+    "torch._inductor.pattern_matcher",
+    "allgrad._autograd.graph_ops",
+    "fuzz.faults",
+]
 
 
 class ForkedRanks:

@@ -49,6 +49,8 @@ class Builder:
         self.world = self.random.choice((1, 2, 2, 3, 3, 3, 4, 4))
         self.lockstep = self.chance(0.35)
         self.ending = self.random.choice(("together", "each", "second", "second"))
+        if compiled and self.chance(0.5):
+            self.ending = "together"
         if self.lockstep and self.chance(0.2):
             self.ending = "tie"
         self.large = self.chance(0.03)
@@ -272,6 +274,8 @@ class Builder:
                 self.oracle.forget(out)
         if call is None:
             return
+        if wrap == "thread" and sum(map(len, self.oracle.comms[call.comm])) < self.world:
+            wrap = "checkpoint"  # ranks use threads alike: what goes backward first depends on it
         ranks = tuple(r for r in range(self.world) if wrap == "compile" and self.chance(0.7))
         out = self.fresh()
         codes = ["{0} * {0}", "{0} * 1.5"]
@@ -293,8 +297,11 @@ class Builder:
         ]
 
     def compile_options(self) -> str:
-        """AOTAutograd has no second derivatives; around lockstep, calls leave the graph."""
-        backend = "eager" if self.ending == "second" or self.chance(0.3) else "aot_eager"
+        """AOTAutograd has no second derivatives, and may not go backward twice; around lockstep, calls
+        leave the graph.
+        """
+        once = self.ending in {"together", "tie"}
+        backend = "aot_eager" if once and self.chance(0.8) else "eager"
         options = [f'backend="{backend}"']
         options += ["fullgraph=True"] * (not self.lockstep and self.chance(0.5))
         options += ["dynamic=True"] * self.chance(0.3)

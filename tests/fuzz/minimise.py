@@ -34,9 +34,28 @@ def try_program(program: Program) -> Find | None:
     """How a program goes wrong; ``None`` for one that does not, or means nothing."""
     try:
         run_oracle(program)[1].body()
+        if not is_sound(program):
+            return None
     except Exception:  # noqa: BLE001 - a step was taken away that another one needs
         return None
     return next(check([program], limit=4.0), None)
+
+
+def is_sound(program: Program) -> bool:
+    """Tell whether all ranks go backward through what some go back to: see ``Builder.loss``."""
+    if program.lockstep:
+        return True
+    held = run_oracle(program)[0].values
+    above: dict[str, set[str]] = {}
+    for step in program.body:
+        for out in gives(step):
+            above[out] = needs(step).union(*(above.get(n, set()) for n in needs(step)))
+    for loss in program.losses:
+        names = set(loss[0])
+        few = [n for n in names if len(held[n]) < program.world]
+        if any((above[n] & set(held)) - names for n in few):
+            return False
+    return True
 
 
 def kind_of(how: str) -> str:

@@ -1,7 +1,8 @@
 """What every random program may use; a printed program carries this text with it."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Thread
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +32,15 @@ def leaf(rank, shape, kind, seed, needs_grad):
 
 def thread(function, x):
     """What the function gives, computed on another thread."""
-    made = []
-    other = Thread(target=lambda: made.append(function(x)))
-    other.start()
-    other.join()
-    return made[0]
+    return second_thread().submit(function, x).result()
+
+
+@cache
+def second_thread():
+    """A thread with a history: on a new one calls cannot always be ordered, and raise."""
+    made = ThreadPoolExecutor(1)
+    made.submit(history, 3000).result()
+    return made
 
 
 def no_grad(function, x):

@@ -71,13 +71,13 @@ def check(programs: Sequence[Program], limit: float = LIMIT) -> Iterator[Find]:
         by_rank = run_ranks(perform, world, sources, timeout=seconds)
     except (RankFailed, RanksStuck) as failure:
         if len(programs) == 1:
-            if not cannot_be_ordered(world, str(failure)):
+            if not cannot_be_ordered(sources, str(failure)):
                 yield Find(programs[0], str(failure))
             return
         named = {int(seed) for seed in re.findall(r"<program (\d+)>", str(failure))}
         suspects = [program for program in programs if program.seed in named] or programs
         finds = [find for program in suspects for find in check([program], limit)]
-        odd = not cannot_be_ordered(world, str(failure))
+        odd = not cannot_be_ordered(sources, str(failure))
         if (
             not finds
             and odd
@@ -95,10 +95,10 @@ def check(programs: Sequence[Program], limit: float = LIMIT) -> Iterator[Find]:
             yield Find(program, how)
 
 
-def cannot_be_ordered(world: int, how: str) -> bool:
-    """Tell whether every rank says so: calls of several threads, the first of a process's."""
-    errors = how.count("CollectiveMismatch: "), how.count("backward came to ")
-    return "because several threads made the graph" in how and errors == (world, world)
+def cannot_be_ordered(sources: Sequence[Source], how: str) -> bool:
+    """Tell whether ranks say so of calls of several threads, the first such of a process."""
+    threads = any("= thread(" in source.body for source in sources)
+    return threads and "allgrad.errors.CollectiveMismatch: " in how
 
 
 def stuck(world: int, sources: list[Source], seconds: float) -> bool:
