@@ -86,6 +86,12 @@ def test_every_page_is_in_the_navigation():
     assert len(named) == len(set(named))
 
 
+def test_every_public_function_is_in_the_reference():
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    named = set(re.findall(r"^::: allgrad\.(\w+)$", pages, re.MULTILINE))
+    assert {name for name in ag.__all__ if callable(getattr(ag, name))} <= named
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The built site; ``--strict`` makes warnings errors."""

@@ -119,7 +119,8 @@ def gallery() -> str:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Names of fences that only the tests tell apart are one to the reader."""
+    """Names of fences that only the tests tell apart are one to the reader; examples are the gallery."""
+    markdown = markdown.replace("](../examples)", "](gallery.md)")
     return markdown.replace("```python alone", "```python")
 
 

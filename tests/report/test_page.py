@@ -12,7 +12,7 @@ from allgrad.testing import RankFailed, run_ranks
 from report.programs import SLOW, STEPS, demo, disagree, hang, train
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-BROWSER = next(
+BROWSER = os.environ.get("ALLGRAD_CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 pytestmark = [

