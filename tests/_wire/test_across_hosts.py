@@ -140,7 +140,9 @@ def test_receives_are_announced_before_data_goes_the_other_way(rank):
             CROSSING[name][0](x, group)
         posted = [(what, peer) for what, peer in traffic.posted if peer in peers]
         both = [peer for peer in peers if ("send", peer) in posted and ("recv", peer) in posted]
-        assert both, name
+        assert ag.all_reduce(torch.tensor(len(both))) > 0, (
+            name
+        )  # of a short sum one rank carries all
         for peer in both:
             assert posted.index(("recv", peer)) < posted.index(("send", peer)), name
 

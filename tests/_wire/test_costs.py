@@ -19,6 +19,7 @@ from allgrad._wire import algorithms, point_to_point
 from allgrad._wire.calls import resolve
 from allgrad._wire.groups import Backend
 from allgrad._wire.hosts import find_topology
+from allgrad._wire.topology import ONE_HOST, Topology
 from allgrad.errors import InputError
 from traffic import Traffic
 
@@ -129,7 +130,7 @@ def shift_back(n, r):
 def all_to_all(n, r):
     """Every rank cuts a piece of ``n[r]`` rows for each other; here all have the same."""
     others = n[r] // len(n) * (len(n) - 1)
-    if len(n) * n[r] > algorithms.STAR_TOTAL:
+    if len(n) * n[r] > algorithms.STAR_TOTAL or (len(n) > 2 and not here().crowded):
         return peer_to_peer(len(n) - 1, len(n) - 1, others, others)
     return through_root(n, n, r) if len(n) > 2 else ({"all_to_all_single": 1}, others, others)
 
@@ -226,7 +227,12 @@ def chosen(operation, n):
     total = sum(n) if counted else len(n) * n[0]
     equal = len(set(n)) == 1
     about = operation, Backend.GLOO, True, len(n), max(n), total, equal
-    return algorithms.choose(algorithms.Situation(*about)).name
+    return algorithms.choose(algorithms.Situation(*about, topology=here())).name
+
+
+def here():
+    """Where the ranks of this test are; in the test's own process nothing is known."""
+    return find_topology(resolve("here", None)) if dist.is_initialized() else ONE_HOST
 
 
 def test_sizes_reach_every_algorithm():
@@ -249,6 +255,13 @@ def test_sizes_reach_every_algorithm():
         "broadcast": {"linear", "chunked"},
         "reduce": {"linear", "chunked"},
     }
+
+
+def test_with_a_core_for_each_rank_an_exchange_is_pairwise_at_once():
+    free = Topology(((0, 1, 2, 3),), ("a",), (1, 2, 3, 4), crowded=False)
+    for nbytes in (1 << 12, 1 << 18, 1 << 22):
+        about = "all_to_all", Backend.GLOO, True, 4, nbytes, 4 * nbytes
+        assert algorithms.choose(algorithms.Situation(*about, topology=free)).name == "pairwise"
 
 
 @pytest.mark.ranks(2, 3, 4)

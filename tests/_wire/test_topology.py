@@ -25,6 +25,7 @@ def test_ranks_of_one_machine_are_on_one_host(rank):
     assert found.hosts == ((0, 1, 2),)
     assert found.names == (socket.gethostname(),)
     assert found.processes[rank] == os.getpid()
+    assert found.crowded == (len(os.sched_getaffinity(0)) < 3)
 
 
 @pytest.mark.ranks(3)

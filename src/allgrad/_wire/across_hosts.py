@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce", "reduce_scatter"]
 
+CARRIED = 256 << 10  # bytes of a sum for each rank of a host that carries some of it
 SEGMENT = 4 << 20  # bytes of a sum that go through its stages together
 _DONE = object()
 
@@ -189,7 +190,7 @@ def _run_in_pipeline(segments: Iterable[Iterator[None]]) -> None:
 def _reduce_segment(call: Call, alike: Tensor, x: Tensor, out: Tensor) -> Iterator[None]:
     """Sum one segment on every rank; each ``yield`` is where messages are under way."""
     hosts, local = find_topology(call).hosts, _local_ranks(call)
-    carriers = min(len(ranks) for ranks in hosts)
+    carriers = max(1, min(alike.nbytes // CARRIED, *map(len, hosts)))
     lengths = even(x.numel(), carriers) + (0,) * (len(local) - carriers)
     terms = dict(zip(local, x.split(lengths), strict=True))
     sums = dict(zip(local, out.split(lengths), strict=True))

@@ -113,8 +113,9 @@ def _linear(s: Situation) -> bool:
 
 
 def _pairwise(s: Situation) -> bool:
-    """Over links between hosts the backend's own exchange is faster: turns leave them idle."""
-    return s.equal and s.gloo and s.total > STAR_TOTAL and s.hosts == 1
+    """On one host; with a core for every rank, a star's second message costs more than it saves."""
+    small = s.total <= STAR_TOTAL and (s.topology.crowded or s.ranks == 2)
+    return s.equal and s.gloo and not small and s.hosts == 1
 
 
 def _many_to_a_host(s: Situation) -> bool:
@@ -208,12 +209,15 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
     ),
     "all_to_all": (
         Algorithm(
-            "star", p2p.star_all_to_all, lambda s: s.equal and _small(s), costs.star_all_to_all
+            "star",
+            p2p.star_all_to_all,
+            lambda s: s.equal and _small(s) and (s.topology.crowded or s.hosts > 1),
+            costs.star_all_to_all,
         ),
         Algorithm(
             "pairwise_in_turns",
             p2p.pairwise_in_turns,
-            lambda s: _pairwise(s) and s.piece <= s.ranks * EXCHANGE_BLOCK,
+            lambda s: _pairwise(s) and s.topology.crowded and s.piece <= s.ranks * EXCHANGE_BLOCK,
             costs.pairwise_in_turns,
         ),
         Algorithm("pairwise", p2p.pairwise_all_to_all, _pairwise, costs.pairwise_all_to_all),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import ceil, log2
 from typing import TYPE_CHECKING, NamedTuple
 
+from allgrad._wire.across_hosts import CARRIED
 from allgrad._wire.groups import Backend
 
 if TYPE_CHECKING:
@@ -264,13 +265,19 @@ def across_hosts_reduce_scatter(s: Situation) -> Cost:
 
 
 def across_hosts_all_reduce(s: Situation) -> Cost:
-    """A chunk for each local rank: added up in the host, among hosts, and given to all of it."""
+    """A chunk for each carrier: added up in the host, among hosts, and given to all of it."""
     local, hosts = _local(s), s.hosts
+    carriers = max(1, min(s.piece // CARRIED, local))
+    chunk = s.piece / carriers
     among = min(hosts - 1, 2)  # two hosts exchange the whole in one step; more add up a part each
-    messages = 4 * (local - 1) + 2 * among * (hosts - 1)
+    messages = 2 * (local + carriers - 2) + 2 * among * (hosts - 1)
     crossing = 2 * s.piece if hosts == 2 else 4 * s.piece * (1 - 1 / hosts)
-    once = s.piece * (1 - 1 / s.ranks)
-    return Cost(2 + among, 4 * once, messages, 1, 3 * once, 2 * s.piece, 0, crossing)
+    moved = 2 * (local + carriers - 2) * chunk + crossing / carriers
+    all_messages = carriers * (4 * (local - 1) + 2 * among * (hosts - 1))  # seen from both ends
+    average = all_messages / local / messages
+    adding = 3 * (local - 1 + among / 2) * chunk
+    memory = s.piece + local * chunk
+    return Cost(2 + among, moved, messages, average, adding, memory, 0, crossing)
 
 
 def across_hosts_broadcast(s: Situation) -> Cost:

@@ -51,18 +51,27 @@ def find_topology(call: Call) -> Topology:
 
 def _exchange(call: Call) -> Topology:
     writer = Writer("host")
-    writer.number(os.getpid(), _host_key())
+    writer.number(os.getpid(), _host_key(), _cores())
     writer.text(_host_name(), _NAME)
     row = torch.tensor(writer.padded(_WORDS), dtype=torch.int64)
     rows = eager.all_gather_by_copies(call, row, [_WORDS] * call.size).tolist()
-    processes, keys, names = [], [], []
+    processes, keys, cores, names = [], [], [], []
     for rank in range(call.size):
         reader = Reader(rows[rank * _WORDS : (rank + 1) * _WORDS], "host", rank)
         processes.append(reader.number())
         keys.append(reader.number())
+        cores.append(reader.number())
         names.append(reader.text(_NAME))
     hosts = by_host(keys)
-    return Topology(hosts, tuple(names[ranks[0]] for ranks in hosts), tuple(processes))
+    crowded = any(cores[rank] < len(ranks) for ranks in hosts for rank in ranks)
+    return Topology(hosts, tuple(names[ranks[0]] for ranks in hosts), tuple(processes), crowded)
+
+
+def _cores() -> int:
+    """How many cores this process may use; ranks that are bound to one each count as crowded."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _host_name() -> str:

@@ -22,6 +22,7 @@ class Topology:
     hosts: tuple[tuple[int, ...], ...] = ()
     names: tuple[str, ...] = ()
     processes: tuple[int, ...] = field(default=(), repr=False)  # by rank
+    crowded: bool = True  # some host has fewer cores than ranks, or it is not known
 
     @cached_property
     def host_of(self) -> tuple[int, ...]:
