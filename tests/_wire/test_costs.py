@@ -80,7 +80,11 @@ def reduce_scatter_pairwise(n, r):
 
 
 def all_reduce(n, r):
-    if n[r] <= (algorithms.STAR_SUM if len(n) > 2 else algorithms.STAR_SUM_OF_TWO):
+    limit = algorithms.STAR_SUM_OF_TWO
+    if len(n) > 2:
+        crowded = find_topology(resolve("test", None)).crowded
+        limit = algorithms.STAR_SUM_CROWDED if crowded else algorithms.STAR_SUM
+    if n[r] <= limit:
         return through_root(n, n, r)
     chunk = even_chunks(n[r], len(n))
     there, back = reduce_scatter_pairwise(chunk, r), all_gather_pairwise(chunk, r)

@@ -41,6 +41,7 @@ KiB, MiB = 1024, 1024 * 1024
 STAR_TOTAL = 64 * KiB  # of all ranks together
 STAR_SUM = COPIES_PIECE = 256 * KiB  # of one rank's piece
 STAR_SUM_OF_TWO = 4 * MiB
+STAR_SUM_CROWDED = 1 * MiB  # where ranks outnumber cores: few messages matter more than busy ranks
 EXCHANGE_BLOCK = 128 * KiB  # between two ranks
 LINEAR_TOTAL = 4 * MiB
 FLAT_TOTAL = 64 * KiB  # of all ranks together, where hosts are several
@@ -108,6 +109,12 @@ def _small(s: Situation) -> bool:
     return s.gloo and s.ranks > 2 and s.total <= STAR_TOTAL
 
 
+def _star_sum(s: Situation) -> int:
+    if s.ranks == 2:
+        return STAR_SUM_OF_TWO
+    return STAR_SUM_CROWDED if s.topology.crowded and s.hosts == 1 else STAR_SUM
+
+
 def _linear(s: Situation) -> bool:
     return s.gloo and (s.ranks == 2 or s.total <= LINEAR_TOTAL)
 
@@ -141,7 +148,7 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
         Algorithm(
             "star",
             p2p.star_all_reduce,
-            lambda s: s.gloo and s.piece <= (STAR_SUM_OF_TWO if s.ranks == 2 else STAR_SUM),
+            lambda s: s.gloo and s.piece <= _star_sum(s),
             costs.star_all_reduce,
         ),
         Algorithm("chunked", p2p.chunked_all_reduce, lambda s: s.gloo, costs.chunked_all_reduce),
