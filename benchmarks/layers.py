@@ -1,7 +1,9 @@
 """Layers beside the same written by hand: interleaved, forward and backward, medians.
 
 python benchmarks/layers.py             four CPU ranks
+python benchmarks/layers.py linears     of them, the rows with this word
 python benchmarks/layers.py --cuda      attention in a world of one, beside torch's
+python benchmarks/layers.py --alone     the same on the CPU
 """
 
 from __future__ import annotations
@@ -178,9 +180,9 @@ def on_rank(name):
     return measure(make, *args)
 
 
-def attention(length, causal):
-    options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
-    q, k, v = (torch.randn(2, 16, length, 128, **options) for _ in range(3))
+def attention(length, causal, device="cuda", heads=16, dtype=torch.bfloat16):
+    options = {"device": device, "dtype": dtype, "requires_grad": True}
+    q, k, v = (torch.randn(2, heads, length, 128, **options) for _ in range(3))
     return {
         "allgrad": lambda: ring_attention(q, k, v, causal=causal),
         "torch": lambda: scaled_dot_product_attention(q, k, v, is_causal=causal),
@@ -195,12 +197,18 @@ def show(name, times):
 
 def main():
     if "--cuda" in sys.argv:
-        for length in (1024, 4096, 16384):
+        for length in (128, 1024, 4096, 16384):
             for causal in (False, True):
                 times = measure(attention, length, causal, wait=torch.cuda.synchronize)
                 show(f"ring_attention alone, {length}, causal={causal}", times)
         return
-    for name in CASES:
+    if "--alone" in sys.argv:
+        torch.set_num_threads(1)
+        for length in (64, 256, 1024):
+            times = measure(attention, length, False, "cpu", 4, torch.float32)
+            show(f"ring_attention alone, CPU, {length}", times)
+        return
+    for name in [name for name in CASES if all(word in name for word in sys.argv[1:])]:
         times = run_ranks(on_rank, 4, name, timeout=300.0)
         slowest = {way: max(one[way] for one in times) for way in times[0]}
         show(name, slowest)

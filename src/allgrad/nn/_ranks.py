@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 
+from allgrad._wire.consistency import is_checking, report_failure
 from allgrad._wire.primitives import resolve
 from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import ModeError, SizesError
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from allgrad.errors import InputError
     from allgrad.types import GroupLike
 
-__all__ = ["Place", "feature_sizes", "find_place", "gather_numbers"]
+__all__ = ["Place", "feature_sizes", "find_place", "gather_numbers", "refuse"]
 
 
 class Place(NamedTuple):
@@ -31,6 +33,18 @@ def find_place(call: str, group: GroupLike) -> Place:
     """Resolve the group; an unknown one raises here."""
     found = resolve(call, group)
     return Place(found.rank, found.size)
+
+
+def refuse(call: str, group: GroupLike, problem: InputError) -> NoReturn:
+    """Raise what is wrong on this rank, before a collective of the layer.
+
+    In checked mode the others, who come to that collective, raise too, and name this rank.
+    """
+    if is_checking() and not torch.compiler.is_compiling():
+        found = resolve(call, group)
+        if found.size > 1:
+            report_failure(found, problem)
+    raise problem
 
 
 def gather_numbers(
