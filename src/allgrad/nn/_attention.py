@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from allgrad._autograd.transforms import is_plain_autograd
 from allgrad.errors import InputError, PieceMismatch, SizesError, rank_table
-from allgrad.nn._ranks import find_place, gather_numbers
+from allgrad.nn._ranks import find_place, gather_numbers, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,10 +48,57 @@ def attend_all(
     options = _Options(mask, causal, scale)
     if not is_plain_autograd():
         return _by_formula(q, k, v, options)
-    if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))):
-        return _by_kernel(q, k, v, options)
+    kind = q.device.type, q.dtype, q.shape[-1], v.shape[-1], mask is None
+    if kind not in _HIDDEN:
+        y = _by_kernel(q, k, v, options)
+        if _can_be_differentiated_twice(y, (q, k, v), options):
+            return y
+        _HIDDEN.add(kind)
     result: Tensor = _Kernel.apply(options, q, k, v)  # type: ignore[no-untyped-call]
     return result
+
+
+# Inputs for which torch puts ops of its own around its kernel, to pad them for example.
+_HIDDEN: set[tuple[object, ...]] = set()
+_KERNEL = "ScaledDotProduct"
+
+
+def _can_be_differentiated_twice(y: Tensor, inputs: Sequence[Tensor], options: _Options) -> bool:
+    """Give torch's kernel a second derivative, where its node is next to ``y`` and the inputs.
+
+    Where torch took no kernel there is nothing to do.
+    """
+    node: Any = y.grad_fn
+    if node is None:
+        return True
+    if not node.name().startswith(_KERNEL):
+        return not _leads_to_kernel(node, steps=4)
+    edges = [edge for edge, _ in node.next_functions[:3]]
+    if not all(_is_edge_of(x, edge) for x, edge in zip(inputs, edges, strict=True)):
+        return False
+
+    def by_formula(found: tuple[Any, ...], gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not torch.is_grad_enabled() or gradients[0] is None:
+            return None
+        formula = _by_formula(inputs[0], inputs[1], inputs[2], options)
+        return *_gradients(formula, inputs, gradients[0], graph=True), *found[3:]
+
+    node.register_hook(by_formula)
+    return True
+
+
+def _is_edge_of(x: Tensor, edge: Any) -> bool:
+    if edge is None or not x.requires_grad:
+        return edge is None and not x.requires_grad
+    return edge is x.grad_fn if x.grad_fn is not None else getattr(edge, "variable", None) is x
+
+
+def _leads_to_kernel(node: Any, steps: int) -> bool:
+    if node is None or not steps:
+        return False
+    if node.name().startswith(_KERNEL):
+        return True
+    return any(_leads_to_kernel(edge, steps - 1) for edge, _ in node.next_functions)
 
 
 def _by_kernel(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
@@ -217,19 +264,22 @@ def check_heads(
     Without ``sizes`` the ranks tell each other their shapes, and one rank's mistake raises on all.
     """
     own, place = _Shape.of(q, k, v), find_place(call, group)
+    if place.world == 1 and sizes is None and own.problem(causal) is None:
+        return (own.k_length,)
     by_rank = [own]
     if sizes is None:
         by_rank = [_Shape._make(row) for row in gather_numbers(call, own, q, group)]
     elif len(sizes) != place.world or sizes[place.rank] != own.k_length:
-        raise SizesError(
+        problem = SizesError(
             f"{call}: sizes={list(sizes)} do not fit rank {place.rank} of {place.world}, which holds "
             f"{own.k_length} keys.\nGive how many keys each rank holds, in rank order."
         )
+        refuse(call, group, problem)
     marks = {rank: p for rank, one in enumerate(by_rank) if (p := one.problem(causal)) is not None}
     rows = [str(one) for one in by_rank] if sizes is None else [str(own)] * place.world
     if marks:
         marks = marks if sizes is None else {place.rank: marks[0]}
-        raise InputError(
+        wrong = InputError(
             rank_table(
                 f"{call}: q, k and v are (..., heads, length, width), and k's heads divide q's.",
                 rows,
@@ -237,6 +287,9 @@ def check_heads(
                 "Give as many heads of k as of v, a divisor of q's, and one width of q and k.",
             )
         )
+        if sizes is None:  # every rank has seen it
+            raise wrong
+        refuse(call, group, wrong)
     kinds = [(one.q_heads, one.q_width, one.k_heads, one.dims) for one in by_rank]
     usual = max(kinds, key=kinds.count)
     odd = {rank: "differs" for rank, kind in enumerate(kinds) if kind != usual}

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Dispatched", "combine", "dispatch"]
 
-Counts: TypeAlias = "np.ndarray[tuple[int, int], np.dtype[np.int64]]"  # on the host, by rank and expert
+Counts: TypeAlias = (
+    "np.ndarray[tuple[int, int], np.dtype[np.int64]]"  # on the host, by rank and expert
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from allgrad.collectives.all_to_all import all_to_all
 from allgrad.errors import InputError, PieceMismatch, SizesError, rank_table
-from allgrad.nn._ranks import find_place, gather_numbers
+from allgrad.nn._ranks import find_place, gather_numbers, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -171,13 +171,17 @@ def lengths_along(
     if marks:
         rule = f"{call}: dim is one of the tensor's, and a halo has a length from 0 up."
         shown = [str(facts) for facts in by_rank]
-        raise InputError(rank_table(rule, shown, marks, "Correct the arguments of these ranks."))
+        wrong = InputError(rank_table(rule, shown, marks, "Correct the arguments of these ranks."))
+        if sizes is None:  # every rank has seen it
+            raise wrong
+        refuse(call, group, wrong)
     if sizes is not None:
         if len(sizes) != place.world or sizes[place.rank] != own.length():
-            raise SizesError(
+            problem = SizesError(
                 f"{call}: sizes={list(sizes)} do not fit rank {place.rank} of {place.world}, which "
                 f"holds {own.length()} along dim {dim}.\nGive what each rank holds, in rank order."
             )
+            refuse(call, group, problem)
         return tuple(sizes)
     kinds = [facts.alike() for facts in by_rank]
     usual = max(kinds, key=kinds.count)

@@ -8,6 +8,7 @@ import torch
 
 from allgrad.errors import InputError, TensorError
 from allgrad.nn._moments import moments_over_ranks
+from allgrad.nn._ranks import refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,15 +36,17 @@ def minibatch_stddev(
     Cost: one message of two numbers for each feature, from each rank to each, both ways.
     """
     if x.dim() < 2 or not x.is_floating_point():
-        raise TensorError(
+        problem: InputError = TensorError(
             f"minibatch_stddev: x is {tuple(x.shape)} {x.dtype}, not (N, C, ...) of floating-point "
             "numbers.\nGive samples first, then the channels."
         )
+        refuse("minibatch_stddev", group, problem)
     if channels < 1 or x.shape[1] % channels:
-        raise InputError(
+        problem = InputError(
             f"minibatch_stddev: {x.shape[1]} channels do not divide by channels={channels}.\n"
             "Give a number that divides them."
         )
+        refuse("minibatch_stddev", group, problem)
     found = moments_over_ranks(x, [0], group)
     spread = (found.squares / found.number.clamp(min=1) + eps).sqrt()
     parts = spread.view(1, channels, -1).mean(2)

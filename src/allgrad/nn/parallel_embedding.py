@@ -11,7 +11,7 @@ from torch.nn.functional import embedding
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.errors import InputError
-from allgrad.nn._ranks import feature_sizes, find_place
+from allgrad.nn._ranks import feature_sizes, find_place, refuse
 
 if TYPE_CHECKING:
     from allgrad.types import GroupLike, Sizes
@@ -132,10 +132,13 @@ class VocabParallelEmbedding(nn.Module):
         try:
             found = embedding(at, weight, padding)
         except IndexError:
-            raise InputError(
+            found = None
+        if found is None:
+            problem = InputError(
                 f"VocabParallelEmbedding: ids are from {int(ids.min())} to {int(ids.max())}, but the "
                 f"vocabulary has {self.num_embeddings} words.\nGive ids from 0 to "
                 f"{self.num_embeddings - 1}."
-            ) from None
+            )
+            refuse("VocabParallelEmbedding", self.group, problem)
         found = found.masked_fill(~own.unsqueeze(-1), 0)
         return found if rows else found + self.weight.sum()

@@ -10,7 +10,8 @@ from torch.nn.functional import linear
 
 from allgrad.collectives.all_gather import all_gather, reduce_scatter, split
 from allgrad.collectives.all_reduce import all_reduce, share
-from allgrad.nn._ranks import feature_sizes, find_place
+from allgrad.errors import TensorError
+from allgrad.nn._ranks import feature_sizes, find_place, refuse
 
 if TYPE_CHECKING:
     from typing import Self
@@ -65,6 +66,22 @@ class _ParallelLinear(nn.Module):
             bias = plain.bias.detach()
             bias = bias if self.split_dim else bias.split(self.sizes)[rank]
             self.bias = nn.Parameter(bias.clone())
+
+    def _check(self, x: Tensor, features: int, *, sends: bool) -> None:
+        """Raise unless the last dim of ``x`` has so many features.
+
+        ``sends`` tells whether the other ranks come to a collective of this layer.
+        """
+        if x.dim() and x.shape[-1] == features:
+            return
+        name = type(self).__name__
+        problem = TensorError(
+            f"{name}: x is {tuple(x.shape)} on this rank, not (..., {features}).\n"
+            f"Give {features} features in the last dim."
+        )
+        if not sends:
+            raise problem
+        refuse(name, self.group, problem)
 
     @torch.no_grad()
     def to_plain(self) -> nn.Linear:
@@ -158,6 +175,8 @@ class ColumnParallelLinear(_ParallelLinear):
 
         ``sizes`` are each rank's tokens along ``sequence_dim``, as in ``all_gather``.
         """
+        local = self.sequence_dim is None and not self.gather_output
+        self._check(x, self.in_features, sends=not local or torch.is_grad_enabled())
         if self.sequence_dim is None:
             x = share(x, group=self.group)
         else:
@@ -244,6 +263,8 @@ class RowParallelLinear(_ParallelLinear):
 
         ``sizes`` are each rank's tokens along ``sequence_dim``; as even as possible unless given.
         """
+        own = self.in_features if self.split_input else self.weight.shape[1]
+        self._check(x, own, sends=True)
         if self.split_input:
             x = split(x, -1, sizes=self.sizes, group=self.group)
         y, bias = linear(x, self.weight), self.bias

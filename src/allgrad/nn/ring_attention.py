@@ -52,9 +52,9 @@ def ring_attention(
     exchange unless ``sizes`` is given. In a world of one: torch's attention.
     """
     sizes = check_heads("ring_attention", q, k, v, causal=causal, sizes=sizes, group=group)
-    world, rank = len(sizes), find_place("ring_attention", group).rank
-    if world == 1:
+    if len(sizes) == 1:
         return attend_all(q, k, v, causal=causal, scale=scale)
+    world, rank = len(sizes), find_place("ring_attention", group).rank
     length, scale = q.shape[-2], 1 / sqrt(q.shape[-1]) if scale is None else scale
     heads = k.shape[-3] if k.dim() > 2 else 1
     grouped = (q.shape[-3] if q.dim() > 2 else 1) // heads

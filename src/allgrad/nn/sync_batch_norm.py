@@ -10,6 +10,7 @@ from torch.nn.functional import batch_norm
 
 from allgrad.errors import TensorError
 from allgrad.nn._moments import Moments, moments_over_ranks
+from allgrad.nn._ranks import refuse
 
 if TYPE_CHECKING:
     from allgrad.types import GroupLike
@@ -65,10 +66,13 @@ class SyncBatchNorm(nn.BatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise this rank's samples."""
         if x.dim() < 2 or x.shape[1] != self.num_features or not x.is_floating_point():
-            raise TensorError(
+            problem = TensorError(
                 f"SyncBatchNorm: x is {tuple(x.shape)} {x.dtype}, not (N, {self.num_features}, ...) "
                 "of floating-point numbers.\nGive samples first, then the channels."
             )
+            if not self.training:  # nothing is sent
+                raise problem
+            refuse("SyncBatchNorm", self.group, problem)
         if not self.training:
             local = self.running_mean is None
             return batch_norm(

@@ -1,0 +1,75 @@
+"""A mistake that one rank alone can see: in checked mode every rank raises, and names that rank."""
+
+import pytest
+import torch
+
+import allgrad as ag
+from allgrad.errors import InputError, RankRaised
+from allgrad.nn import (
+    ColumnParallelLinear,
+    HaloConv1d,
+    RowParallelLinear,
+    SyncBatchNorm,
+    VocabParallelEmbedding,
+    combine,
+    dispatch,
+    gathered_attention,
+    halo_exchange,
+    minibatch_stddev,
+    ring_attention,
+)
+
+ODD = 1
+
+
+def tokens(shape):
+    return torch.zeros(shape)
+
+
+def wrong_weights(odd, rank):
+    sent = dispatch(tokens((2, 3)), torch.tensor([0, 2]), experts=3)
+    return combine(sent.tokens, sent, torch.ones(2 + odd))
+
+
+def attention(call):
+    def attend(odd, rank):
+        q, kv = tokens((4, 2, 3)), tokens((3 if odd else 2, 2, 3))
+        return call(q, kv, kv, sizes=[2, 2, 2])
+
+    return attend
+
+
+MISTAKES = {
+    "SyncBatchNorm": lambda odd, _: SyncBatchNorm(4)(tokens((2, 4 + odd))),
+    "minibatch_stddev": lambda odd, _: minibatch_stddev(tokens((2, 4 + odd)), channels=2),
+    "combine": wrong_weights,
+    "ColumnParallelLinear": lambda odd, _: ColumnParallelLinear(4, 6, gather_output=True)(
+        tokens((2, 4 + odd))
+    ),
+    "RowParallelLinear": lambda odd, _: RowParallelLinear(6, 4)(tokens((2, 2 + odd))),
+    "VocabParallelEmbedding": lambda odd, _: VocabParallelEmbedding(6, 2)(torch.tensor([5 + odd])),
+    "ring_attention": attention(ring_attention),
+    "gathered_attention": attention(gathered_attention),
+    "halo_exchange": lambda odd, _: halo_exchange(tokens((1, 3 + odd)), -1, 1, 0, sizes=[3, 3, 3]),
+    "HaloConv1d": lambda odd, _: HaloConv1d(1, 1, 3, padding=1)(
+        tokens((1, 1, 3 + odd)), sizes=[3, 3, 3]
+    ),
+}
+
+
+@pytest.mark.ranks(3)
+def test_every_rank_raises_in_checked_mode(rank, world):
+    for name, call in MISTAKES.items():
+        error = InputError if rank == ODD else RankRaised
+        with ag.checked(), pytest.raises(error) as caught:
+            call(int(rank == ODD), rank)
+        assert name in str(caught.value), name
+        assert rank == ODD or f"rank {ODD}" in str(caught.value), name
+        assert ag.all_reduce(torch.ones(())).item() == world, name
+
+
+@pytest.mark.ranks(3)
+def test_without_a_mistake_nobody_raises(rank, world):
+    with ag.checked():
+        for call in MISTAKES.values():
+            call(0, rank)
