@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["loss_of_one_rank"]
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_NUMBERS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
 @cache
@@ -93,6 +94,8 @@ def loss_of_one_rank(
         and has_triton()
     ):
         return None
+    scale = _scalar(scale)
+    bias = None if bias is None else _scalar(bias)
     call = name, group, kind
     if not torch.is_autocast_enabled("cuda"):
         return _apply(call, q, k, scale, bias)  # type: ignore[no-any-return]
@@ -100,7 +103,12 @@ def loss_of_one_rank(
 
 
 def _is_number(x: Any, device: torch.device) -> bool:
-    return x.dtype is torch.float32 and x.device == device and not x.dim()
+    return x.dtype in _NUMBERS and x.device == device and (not x.dim() or x.numel() == 1)
+
+
+def _scalar(x: Tensor) -> Tensor:
+    """In float32 and without dimensions; a model in 16 bits has a scale in 16 bits."""
+    return x.reshape(()).float() if x.dim() or x.dtype is not torch.float32 else x
 
 
 class _LossOfOneRank(torch.autograd.Function):

@@ -164,6 +164,34 @@ def test_captured_by_the_caller(known):
     check("clip", given, loss)
 
 
+def test_without_capture_kernels_are_launched_one_by_one(known, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", refuse)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", refuse)
+    for seed in range(8):
+        given, loss = step("clip", seed)
+        check("clip", given, loss)
+    assert not known.steps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_scale_and_bias_of_other_dtypes_and_shapes(dtype, known):
+    for seed in range(8):
+        given = inputs("siglip", seed)
+        numbers = [x.detach().to(dtype).reshape(1).requires_grad_() for x in given[2:]]
+        siglip_loss(*given[:2], *numbers).backward()
+    assert len(known.steps) == 1
+    rounded = [*given[:2], *(x.detach().float().reshape(()).requires_grad_() for x in numbers)]
+    exact = [x.detach().double().requires_grad_() for x in rounded]
+    reference.siglip(*exact).backward()
+    for x, y in zip([*given[:2], *numbers], exact, strict=True):
+        assert x.grad.shape == x.shape
+        got = x.grad.double().reshape(y.shape)
+        assert (got - y.grad).norm() / y.grad.norm() < 2e-2
+
+
 def test_the_host_never_waits():
     given = inputs("clip", 1)
     torch.cuda.synchronize()

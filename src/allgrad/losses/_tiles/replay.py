@@ -184,6 +184,7 @@ class _Known:
         self.steps: dict[_Key, _Captured] = {}
         self.counts: dict[_Key, int] = {}
         self.calls = 0
+        self.can_capture = True
 
     def count(self, key: _Key, q: Tensor, scale: Tensor) -> None:
         """Count a call; capture a step for further ones if there were enough."""
@@ -191,15 +192,19 @@ class _Known:
             self.counts.clear()
         self.counts[key] = self.counts.get(key, 0) + 1
         limit = max_bytes(key.device)
-        if self.counts[key] % AFTER_CALLS or key.bytes > limit:
+        if not self.can_capture or self.counts[key] % AFTER_CALLS or key.bytes > limit:
             return
         for other, step in list(self.steps.items()):
             if self.calls - step.last_used > STALE_AFTER:
                 del self.steps[other]
         used = sum(other.bytes for other in self.steps if other.device == key.device)
-        if key.bytes + used <= limit:
+        if key.bytes + used > limit:
+            return
+        try:
             self.steps[key] = _Captured(key, q, scale)
-            del self.counts[key]
+        except RuntimeError:  # another thread may be capturing, or the memory be full
+            self.can_capture = False
+        del self.counts[key]
 
 
 _known = _Known()
