@@ -1,7 +1,7 @@
 """Write every generated page and table of docs/: ``make docs``, or ``python docs/generate.py``.
 
     docs/collectives.md     from the docstrings
-    docs/performance.md     its table, from benchmarks/results/collectives.json
+    docs/performance.md     its tables, from benchmarks/results/collectives.json and world_size.json
     docs/modes.md           its table, from benchmarks/results/modes.json
     docs/failures.md        its tables, from benchmarks/results/failures.json and
                             failures_between_hosts.json
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
 TABLE = re.compile(r"(?<=<!-- generated -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
+RANKS_TABLE = re.compile(r"(?<=<!-- generated: ranks -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 HOSTS_TABLE = re.compile(r"(?<=<!-- generated: hosts -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 COLLECTIVES = (
@@ -79,6 +80,8 @@ def pages() -> dict[Path, str]:
     for name, table in tables.items():
         page, text = DOCS / f"{name}.md", table(load(stored[name]))
         made[page] = TABLE.sub(lambda _, text=text: text, page.read_text())
+    performance, ranks = DOCS / "performance.md", ranks_table(load("world_size"))
+    made[performance] = RANKS_TABLE.sub(lambda _: ranks, made[performance])
     failures, hosts = DOCS / "failures.md", failures_table(load("failures_between_hosts"))
     made[failures] = HOSTS_TABLE.sub(lambda _: hosts, made[failures])
     return made
@@ -151,6 +154,21 @@ def performance_table(cases: list[dict[str, Any]]) -> str:
         size, ranks = _size(case["nbytes"]), f"{case['world']} / {case['cores']}"
         rows.append((case["title"], ranks, size, baseline, ", ".join(others)))
     return _table(("", "ranks / cores", "piece", "baseline, ms", "others, as multiples"), rows)
+
+
+def ranks_table(measured: dict[str, dict[str, list[float]]]) -> str:
+    """A row for each call: microseconds by the number of ranks, and memory with the most of them."""
+    worlds = sorted(measured, key=int)
+    rows = [
+        (
+            name,
+            *(f"{measured[world][name][0]:,.0f}" for world in worlds),
+            f"{measured[worlds[-1]][name][1]:,.0f}",
+        )
+        for name in measured[worlds[0]]
+    ]
+    counts = (f"{int(world):,} ranks, us" for world in worlds)
+    return _table(("", *counts, f"{int(worlds[-1]):,} ranks, KiB"), rows)
 
 
 def modes_table(outcomes: dict[str, dict[str, str]]) -> str:
