@@ -29,7 +29,7 @@ WORD = st.integers(-(2**63), 2**63 - 1)
     amounts=st.one_of(st.none(), st.lists(st.integers(0, 2**40), max_size=9).map(tuple)),
 )
 def test_a_message_comes_out_as_it_went_in(op, tensors, names, amounts):
-    sent = RankArgs(op, tensors, names, amounts=amounts)
+    sent = RankArgs(op, tensors, names, amounts=amounts, device="cuda")
     assert RankArgs.decode(sent.encode(), 1) == sent
 
 
@@ -71,12 +71,14 @@ def sent():
     return RankArgs("all_gather", (TensorSpec(torch.float32, (2, 3), 0),)).encode()
 
 
-# Words: version, kind, operation, length, tensors, names, root, error, amounts, then dtype, dim, ndim, shape.
+# Words: version, kind, operation, length, tensors, names, root, error, amounts, device, then dtype, dim, ndim,
+# shape.
 @pytest.mark.parametrize(
     ("word", "value"),
     [
         *((0, 2), (1, 1), (1, 99), (2, 99), (3, -1), (4, -1), (4, 99), (6, -1), (7, 7), (7, -1)),
-        *((8, -2), (8, 97), (9, -2), (9, 99), (10, 2), (10, -1), (11, 25), (11, -1), (12, -1)),
+        *((8, -2), (8, 97), (9, -1), (9, 99), (10, -2), (10, 99), (11, 2), (11, -1), (12, 25)),
+        *((12, -1), (13, -1)),
     ],
 )
 def test_each_number_is_checked(word, value):

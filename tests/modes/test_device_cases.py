@@ -11,7 +11,7 @@ import torch
 
 from allgrad.testing import run_ranks
 from calls import EVERYTHING
-from device_cases import CASES, Batch
+from device_cases import CASES, ON_CUDA, Batch
 
 NCCL = torch.cuda.is_available() and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 BACKENDS = {
@@ -27,7 +27,7 @@ BOTH = ("variants", "groups")  # what a group with both backends runs, too
 @pytest.mark.parametrize(
     ("backend", "group"),
     [
-        *(("gloo", group) for group in CASES if group != "cuda"),
+        *(("gloo", group) for group in CASES if group not in ON_CUDA),
         *(("nccl", group) for group in CASES),
         *(("cpu:gloo,cuda:nccl", group) for group in BOTH),
     ],

@@ -117,14 +117,19 @@ class Group:
 
         A group that carries only another device type gets its messages there.
         """
-        if self.size == 1:
+        if self.size == 1 or self.carries("cpu"):
             return _CPU
+        if self.carries(device.type):
+            return device
+        assert self._device_types is not None
+        return torch.device(self._device_types[0])
+
+    def carries(self, device_type: str) -> bool:
+        """Tell whether a backend of the group carries tensors of this type of device."""
         if self._device_types is None:
             types = backend_device_types(self.process_group)
             self._device_types = [torch.device(kind).type for kind in types]
-        if "cpu" in self._device_types:
-            return _CPU
-        return device if device.type in self._device_types else torch.device(self._device_types[0])
+        return device_type in self._device_types
 
 
 @constant_in_graphs

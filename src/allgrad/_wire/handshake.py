@@ -9,7 +9,8 @@ Behind the codec's header a row of 96 words has
           6        src or dst, + 1
           7        0, or the class of the error that this rank found in its own arguments
           8        how many amounts there are, or -1 if they follow in a message of their own
-          9 -      for each tensor: dtype, dim, number of dimensions, shape
+          9        device type of the tensors, which only scatter asks for
+         10 -      for each tensor: dtype, dim, number of dimensions, shape
                    amounts for each receiver, tensor by tensor (all_to_all, scatter)
                    the text of the error
 
@@ -62,8 +63,8 @@ __all__ = [
 
 ROW = 96
 _LENGTH, _AMOUNTS = 3, 8  # the words with the length of the message, and the number of amounts
-_TENSORS, _NAMES, _ROOT, _ERROR = 4, 5, 6, 7
-_FIXED = 9
+_TENSORS, _NAMES, _ROOT, _ERROR, _DEVICE = 4, 5, 6, 7, 9
+_FIXED = 10
 _SPEC = 3  # words of a tensor before its shape
 _FOLLOW = -1  # amounts come in a message of their own
 _MOST_TENSORS = 1 << 20
@@ -72,6 +73,7 @@ OPERATIONS = (
     *("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "permute"),
     "gather_sizes",
 )
+_DEVICES = ("", "cpu", "cuda", "xpu", "hpu", "mps", "npu", "privateuseone")
 _ERRORS: tuple[type[InputError] | None, ...] = (
     *(None, InputError, TensorError, PieceMismatch),
     *(SizesError, ReductionError, GroupError),
@@ -101,6 +103,7 @@ class RankArgs:
     root: int = -1
     problem: InputError | None = None
     amounts: tuple[int, ...] | None = ()  # for each receiver, tensor by tensor; None: they follow
+    device: str = ""  # type of the tensors' device; empty if it is none of the usual ones
 
     def encode(self) -> list[int]:
         """The row, and whatever about the tensors does not fit into it."""
@@ -112,6 +115,7 @@ class RankArgs:
         amounts = self.amounts or ()
         writer.number(length, len(self.tensors), self.names, self.root + 1, error)
         writer.number(_FOLLOW if self.amounts is None else len(amounts))
+        writer.choice(self.device if self.device in _DEVICES else "", _DEVICES)
         for spec in self.tensors:
             writer.dtype(spec.dtype)
             writer.number(spec.dim, len(spec.shape), *spec.shape)
@@ -129,7 +133,7 @@ class RankArgs:
         count = reader.number(0, _MOST_TENSORS)
         names = reader.number(-(2**63))
         root, error = reader.number() - 1, reader.choice(_ERRORS)
-        count_of_amounts = reader.number(_FOLLOW, ROW)
+        count_of_amounts, device = reader.number(_FOLLOW, ROW), reader.choice(_DEVICES)
         specs = []
         for _ in range(count):
             dtype, dim = reader.dtype(), reader.number(0, MAX_DIMS)
@@ -138,7 +142,7 @@ class RankArgs:
                 raise reader.damaged()
         amounts = None if count_of_amounts == _FOLLOW else reader.numbers(count_of_amounts)
         problem = None if error is None else error(reader.text(ROW * 8))
-        return RankArgs(operation, tuple(specs), names, root, problem, amounts)
+        return RankArgs(operation, tuple(specs), names, root, problem, amounts, device)
 
     def __str__(self) -> str:
         return ", ".join(str(spec) for spec in self.tensors[:3]) or "no tensor"
@@ -171,15 +175,14 @@ class Exchange(NamedTuple):
     device: torch.device
 
     def same(self, *free: int) -> bool:
-        """Tell whether all rows are the same, except in these words.
+        """Tell whether all rows are the same, except in these words and in the device.
 
         Behind the amounts there are zeros, or the text of an error that its own word tells of.
         """
         own = self.rows[self.call.rank]
         used = int(own[_LENGTH]) + max(0, int(own[_AMOUNTS]))
         different = self.rows[:, :used] != own[:used]
-        if free:
-            different[:, list(free)] = False
+        different[:, [_DEVICE, *free]] = False
         return not different.any()
 
     def told_by(self, src: int) -> RankArgs | None:

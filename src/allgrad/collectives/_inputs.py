@@ -276,7 +276,9 @@ def exchange(  # noqa: PLR0917
     )
     names = 0 if leaves.frame is None else handshake.hash_names(leaves.names())
     device = leaves.tensors[0].device if leaves.tensors else torch.get_default_device()
-    return handshake.exchange(call, RankArgs(operation, specs, names, root), device, amounts)
+    kind = device.type if leaves.tensors else ""
+    mine = RankArgs(operation, specs, names, root, device=kind)
+    return handshake.exchange(call, mine, device, amounts)
 
 
 _ADVICE = {

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from allgrad._wire.calls import Call
-    from allgrad._wire.handshake import RankArgs, TensorSpec
+    from allgrad._wire.handshake import RankArgs
     from allgrad.types import Sizes
 
     SizesByTensor = Sequence[Sequence[int]]
 
-__all__ = ["amounts_of_src", "arriving_sizes", "compare_shapes", "held_pieces", "specs_of_src"]
+__all__ = ["amounts_of_src", "arriving_sizes", "compare_shapes", "held_pieces", "told_by_src"]
 
 
 def held_pieces(
@@ -87,10 +87,10 @@ def amounts_of_src(call: Call, leaves: Leaves, partition: Partition, src: int) -
     return _in_graph(call, "scatter", leaves, dims, outputs=len(dims), amounts=sizes, root=src)
 
 
-def specs_of_src(
+def told_by_src(
     call: Call, leaves: Leaves, dims: Sequence[int], amounts: SizesByTensor, src: int
-) -> tuple[tuple[TensorSpec, ...], tuple[int, ...]]:
-    """What src cuts, and what this rank gets of it, once every rank agrees that it is src.
+) -> tuple[RankArgs, tuple[int, ...]]:
+    """What src told, and what this rank gets of what it cuts, once every rank agrees that it is src.
 
     Other ranks' tensors are ignored.
     """
@@ -101,11 +101,10 @@ def specs_of_src(
         if any(args.operation != "scatter" or args.root != src for args in ranks):
             raise pieces_differ(call, leaves, ranks, free=True)
         told = _with_structure(ranks, src)
-    specs, amounts_by_rank = told.tensors, told.amounts
-    if amounts_by_rank is None:
-        following = rows.following_amounts(len(specs))
-        return specs, tuple(by_rank[src] for by_rank in following)
-    return specs, amounts_by_rank[call.rank :: call.size]
+    if told.amounts is None:
+        following = rows.following_amounts(len(told.tensors))
+        return told, tuple(by_rank[src] for by_rank in following)
+    return told, told.amounts[call.rank :: call.size]
 
 
 def _with_structure(ranks: Sequence[RankArgs], src: int) -> RankArgs:
@@ -187,8 +186,8 @@ def _own_amounts(
     amounts: SizesByTensor,
     src: int,
 ) -> tuple[tuple[int, ...], ...]:
-    specs, own = specs_of_src(call, leaves, dims, amounts, src)
-    for spec, tensor in zip(specs, leaves.tensors, strict=True):
+    told, own = told_by_src(call, leaves, dims, amounts, src)
+    for spec, tensor in zip(told.tensors, leaves.tensors, strict=True):
         shape = list(tensor.shape)
         shape[spec.dim : spec.dim + 1] = [spec.shape[spec.dim]]
         if spec.dtype != tensor.dtype or tuple(shape) != spec.shape:

@@ -19,7 +19,7 @@ from allgrad.collectives._inputs import (
     has_only_shapes,
     take_leaves,
 )
-from allgrad.collectives._size_exchange import amounts_of_src, held_pieces, specs_of_src
+from allgrad.collectives._size_exchange import amounts_of_src, held_pieces, told_by_src
 from allgrad.collectives._sizes import given_sizes, partition_for
 from allgrad.errors import ModeError, SizesError, TensorError
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from allgrad._autograd.adjoint_pair import Ends
     from allgrad._wire.calls import Call
-    from allgrad._wire.handshake import TensorSpec
+    from allgrad._wire.handshake import RankArgs
     from allgrad.types import GroupLike, Handle, Nest, Sizes, SumOrNone
 
 __all__ = ["gather", "gather_pair", "scatter"]
@@ -192,11 +192,11 @@ def scatter(
         given = given_sizes("scatter", call, sizes)[call.rank] if known else None
         leaves, partition = _in_graph(call, leaves, partition, root, dim, given)
     else:
-        specs, own = specs_of_src(call, leaves, partition.dims, partition.sizes, root)
+        told, own = told_by_src(call, leaves, partition.dims, partition.sizes, root)
         if not here:
-            leaves = _ignored(call, leaves, specs)
+            leaves = _ignored(call, leaves, told)
             partition = Partition(
-                tuple(spec.dim for spec in specs),
+                tuple(spec.dim for spec in told.tensors),
                 tuple(_only(call.rank, call.size, amount) for amount in own),
             )
     return leaves.run_parts(
@@ -242,20 +242,33 @@ def _in_graph(  # noqa: PLR0917
     return Leaves(empty, leaves.frame), Partition(dims, sizes)
 
 
-def _ignored(call: Call, leaves: Leaves, specs: Sequence[TensorSpec]) -> Leaves:
-    """Empty tensors for what a rank off src passed, linked to it: its gradient is zero."""
+def _ignored(call: Call, leaves: Leaves, told: RankArgs) -> Leaves:
+    """Empty tensors for what a rank off src passed, linked to it: its gradient is zero.
+
+    They are on the type of device that src's are on: a group may carry several.
+    """
+    specs = told.tensors
     shapes = [[*s.shape[: s.dim], 0, *s.shape[s.dim + 1 :]] for s in specs]
     if len(leaves.tensors) == len(specs):
         given = zip(leaves.tensors, shapes, specs, strict=True)
         return Leaves(
-            [t.reshape(-1)[:0].to(s.dtype).reshape(shape) for t, shape, s in given], leaves.frame
+            [_empty_like(t, told.device, s.dtype).reshape(shape) for t, shape, s in given],
+            leaves.frame,
         )
     device = call.group.message_device(torch.get_default_device())
+    if call.group.carries(told.device):
+        device = torch.device(told.device)
     fresh = [
         torch.empty(shape, dtype=s.dtype, device=device)
         for shape, s in zip(shapes, specs, strict=True)
     ]
     return Leaves(fresh, None)
+
+
+def _empty_like(x: Tensor, device: str, dtype: torch.dtype | None) -> Tensor:
+    """No elements of ``x``, moved if src's tensors are on another type of device."""
+    nothing = x.reshape(-1)[:0].to(dtype)
+    return nothing if device in {"", x.device.type} else nothing.to(device)
 
 
 def _ends(call: Call, partition: Partition, root: int) -> Ends:
