@@ -237,20 +237,21 @@ def main() -> None:
         "| forward + backward, ms | piece | link | raw | allgrad | of raw |\n|---|---|---|---|---|---|"
     )
     with Hosts(given.hosts, ranks_per_host=given.ranks_per_host, rate=given.link) as hosts:
-        names = hosts.run(list_cases)[0]
+        names, world = hosts.run(list_cases)[0], given.hosts * given.ranks_per_host
         for name in [
             n
             for n in names
             if given.only is None or n.split()[0].strip(",") in given.only.split(",")
         ]:
             for size in map(parse_bytes, given.sizes.split(",")):
-                found = hosts.run(measure, name, size // 4, given.repeats, timeout=300)
+                elements = size // 4 // world * world
+                found = hosts.run(measure, name, elements, given.repeats, timeout=300)
                 assert all(agree for agree, *_ in found), f"{name}: gradients differ"
                 raw, ours = (
                     1e3 * statistics.median(max(t) for t in zip(*times, strict=True))
                     for times in zip(*(times for _, *times in found), strict=True)
                 )
-                must = 4 * must_cross(name, size // 4, given.hosts, given.ranks_per_host)
+                must = 4 * must_cross(name, elements, given.hosts, given.ranks_per_host)
                 link = f"{1e3 * must / rate_of(given.link):.1f}" if given.link else ""
                 row = (
                     name,
