@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import time
+import traceback
 from random import Random
 
+from allgrad.errors import AllgradError
 from fuzz.coverage import describe
 from fuzz.forked import ForkedRanks
 from fuzz.generate import generate
@@ -93,5 +95,6 @@ def perform_faulty(source: Source) -> dict:
     try:
         ended["found"] = perform_one(source, names)
     except Exception as error:  # noqa: BLE001
-        ended |= {"error": type(error).__name__, "text": str(error)}
+        text = str(error) if isinstance(error, AllgradError) else traceback.format_exc()
+        ended |= {"error": type(error).__name__, "text": text}
     return ended | {"seconds": time.monotonic() - began}

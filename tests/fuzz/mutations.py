@@ -40,7 +40,7 @@ MUTATIONS = (
     (
         "a missing wait",
         "_wire/point_to_point.py",
-        "    blocks[call.rank].copy_(pieces[call.rank])\n    _wait(call, alike, works)\n",
+        "    blocks[call.rank].copy_(pieces[call.rank])\n    wait(call, alike, works)\n",
         "    blocks[call.rank].copy_(pieces[call.rank])\n",
     ),
     (

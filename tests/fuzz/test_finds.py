@@ -99,3 +99,26 @@ def nest_without_grad():
 def test_nest_without_grad_changed_in_place():
     """Changing one result breaks what was computed from the other."""
     assert [g.tolist() for g in run_ranks(nest_without_grad, 2, timeout=20)] == [[2.0, 2.0]] * 2
+
+
+def dynamic_shift_in_lockstep():
+    x = torch.full((1, 2), 1.0 + dist.get_rank(), dtype=torch.float64, requires_grad=True)
+
+    @torch.compile(backend="eager", dynamic=True)
+    def block(x):
+        return ag.shift(x.sin(), dim=1, offset=-2, wrap=False, sizes=(2, 2, 2)) * 2
+
+    with ag.lockstep() as step:
+        y = block(x)
+    step.backward(y.sum())
+    return y.detach(), x.grad
+
+
+@pytest.mark.timeout(90)
+def test_dynamic_shift_in_lockstep():
+    """TorchDynamo leaves the graph while the call is described, and makes the offset symbolic."""
+    found = run_ranks(dynamic_shift_in_lockstep, 3, timeout=60)
+    third = torch.full((1, 2), 3.0, dtype=torch.float64)
+    torch.testing.assert_close(found[0][0], 2 * third.sin())
+    torch.testing.assert_close(found[2][1], 2 * third.cos())
+    assert [y.count_nonzero().item() for y, _ in found] == [2, 0, 0]

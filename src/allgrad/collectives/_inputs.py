@@ -150,15 +150,20 @@ def take_leaves(name: str, x: object) -> Leaves:
     return Leaves(tensors, frame)
 
 
-def describe(x: object, free_dim: int | None = None) -> str:
-    """Shapes and dtypes in words, as checked mode compares them: a free dim is left open."""
+def describe(x: object, free_dim: int | None = None, *, given: str = "") -> str:
+    """Arguments, shapes and dtypes in words, as checked mode compares them: a free dim is left open.
+
+    A caller does not put this call into an f-string of its own: TorchDynamo, where it leaves the
+    graph inside, loses that symbolic ints before it were formatted (test_dynamic_shift_in_lockstep).
+    """
+    before = f"{given}, " if given else ""
     try:
         tensors = [x] if isinstance(x, Tensor) else split_tensors(x)[0]
     except InputError:
-        return "?"
+        return before + "?"
     if torch.compiler.is_compiling() and any(t.dim() for t in tensors):
-        return shapes_of_graph(free_dim)
-    return describe_shapes(tensors, free_dim)
+        return before + shapes_of_graph(free_dim)
+    return before + describe_shapes(tensors, free_dim)
 
 
 _KNOWN_DTYPES = frozenset(handshake.DTYPES)

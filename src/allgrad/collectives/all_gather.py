@@ -93,7 +93,9 @@ def all_gather(
     known = None if async_op or key is None else recall(*key)
     if known is not None:
         return apply(known, (x,), stop=grad == "none")[0]
-    call = wire.resolve("all_gather", group, lambda: f"dim={dim}, grad={grad}, {describe(x, dim)}")
+    call = wire.resolve(
+        "all_gather", group, lambda: describe(x, dim, given=f"dim={dim}, grad={grad}")
+    )
     stop = check_grad("all_gather", grad, same=True)
     leaves, partition = held_pieces(call, x, dim, sizes)
     make_pair = same_pair if grad == "same" else gather_pair
@@ -155,7 +157,7 @@ def reduce_scatter(
     known = None if async_op or key is None else recall(*key)
     if known is not None:
         return apply(known, (x,), stop=grad == "none")[0]
-    call = wire.resolve("reduce_scatter", group, lambda: f"dim={dim}, op={op}, {describe(x)}")
+    call = wire.resolve("reduce_scatter", group, lambda: describe(x, given=f"dim={dim}, op={op}"))
     stop = check_grad("reduce_scatter", grad)
     compared = sizes is None and call.size > 1
 
@@ -246,7 +248,7 @@ def split(
 
     Cost: nothing forward, one collective backward.
     """
-    call = wire.resolve("split", group, lambda: f"dim={dim}, {describe(x)}")
+    call = wire.resolve("split", group, lambda: describe(x, given=f"dim={dim}"))
     stop = check_grad("split", grad)
     leaves, dims = take_leaves("split", x).along("split", dim)
     partition = partition_for(call, leaves, dims, sizes)
@@ -273,7 +275,7 @@ def gather_sizes(x: object, dim: int = 0, *, group: GroupLike = None) -> Any:
 
     Cost: one size exchange. Pass the result as ``sizes=`` to save it in later calls.
     """
-    call = wire.resolve("gather_sizes", group, lambda: f"dim={dim}, {describe(x, dim)}")
+    call = wire.resolve("gather_sizes", group, lambda: describe(x, dim, given=f"dim={dim}"))
     leaves, partition = held_pieces(call, x, dim, None)
     return leaves.put_back(partition.sizes)
 

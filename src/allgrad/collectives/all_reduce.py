@@ -80,7 +80,7 @@ def all_reduce(
     known = None if async_op else recall(*key)
     if known is not None:
         return apply(known, (x,), stop=grad == "none")[0]
-    call = wire.resolve("all_reduce", group, lambda: f"op={op}, grad={grad}, {describe(x)}")
+    call = wire.resolve("all_reduce", group, lambda: describe(x, given=f"op={op}, grad={grad}"))
     stop = check_grad("all_reduce", grad, same=True)
     leaves = take_leaves("all_reduce", x)
     found = [reductions.find("all_reduce", op, t.dtype) for t in leaves.tensors]

@@ -117,7 +117,7 @@ def all_to_all(
     known = None if async_op or return_sizes or key is None else recall(*key)
     if known is not None:
         return apply(known, (x,), stop=grad == "none")[0]
-    call = wire.resolve("all_to_all", group, lambda: f"dim={dim}, {describe(x, dim)}")
+    call = wire.resolve("all_to_all", group, lambda: describe(x, dim, given=f"dim={dim}"))
     stop = check_grad("all_to_all", grad)
 
     def check() -> tuple[Leaves, Partition, Partition | None]:

@@ -75,7 +75,7 @@ def broadcast(
     known = None if async_op else recall(*key)
     if known is not None:
         return apply(known, (x,), stop=grad == "none")[0]
-    call = wire.resolve("broadcast", group, lambda: f"src={src}, grad={grad}, {describe(x)}")
+    call = wire.resolve("broadcast", group, lambda: describe(x, given=f"src={src}, grad={grad}"))
     stop = check_grad("broadcast", grad, same=True)
     root = check_rank("broadcast", call, "src", src)
     pair = (_same_pair if grad == "same" else _sum_pair)(call, root)
@@ -129,7 +129,7 @@ def reduce(
     Cost: one collective each way. ``min``, ``max``, ``prod`` and ``logsumexp`` bring all pieces
     to ``dst``.
     """
-    call = wire.resolve("reduce", group, lambda: f"dst={dst}, op={op}, {describe(x)}")
+    call = wire.resolve("reduce", group, lambda: describe(x, given=f"dst={dst}, op={op}"))
     stop = check_grad("reduce", grad)
     root = check_rank("reduce", call, "dst", dst)
     leaves = take_leaves("reduce", x)

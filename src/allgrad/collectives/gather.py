@@ -84,7 +84,7 @@ def gather(
 
     Cost: one collective each way, plus one size exchange unless ``sizes`` is given.
     """
-    call = wire.resolve("gather", group, lambda: f"dst={dst}, dim={dim}, {describe(x, dim)}")
+    call = wire.resolve("gather", group, lambda: describe(x, dim, given=f"dst={dst}, dim={dim}"))
     stop = check_grad("gather", grad)
     root = check_rank("gather", call, "dst", dst)
     leaves, partition = held_pieces(call, x, dim, sizes)

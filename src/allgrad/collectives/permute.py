@@ -75,7 +75,7 @@ def permute(
 
     Cost: one collective each way, plus one size exchange unless ``sizes`` is given.
     """
-    call = wire.resolve("permute", group, lambda: f"{pairs}, dim={dim}, {describe(x, dim)}")
+    call = wire.resolve("permute", group, lambda: describe(x, dim, given=f"{pairs}, dim={dim}"))
     stop = check_grad("permute", grad)
     to = _destinations("permute", call, pairs)
     leaves, partition = held_pieces(call, x, dim, sizes)
@@ -137,7 +137,7 @@ def shift(
     Cost: as ``permute``.
     """
     call = wire.resolve(
-        "shift", group, lambda: f"offset={offset}, wrap={wrap}, dim={dim}, {describe(x, dim)}"
+        "shift", group, lambda: describe(x, dim, given=f"offset={offset}, wrap={wrap}, dim={dim}")
     )
     stop = check_grad("shift", grad)
     if isinstance(offset, bool) or not isinstance(offset, int):

@@ -76,7 +76,7 @@ def scan(
     Cost: for ``sum`` and ``mean`` log2(ranks) messages of one piece each way; the other
     reductions gather all pieces.
     """
-    call = wire.resolve("scan", group, lambda: f"op={op}, exclusive={exclusive}, {describe(x)}")
+    call = wire.resolve("scan", group, lambda: describe(x, given=f"op={op}, exclusive={exclusive}"))
     stop = check_grad("scan", grad)
     leaves = take_leaves("scan", x)
     found = [reductions.find("scan", op, t.dtype) for t in leaves.tensors]
