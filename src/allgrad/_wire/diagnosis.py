@@ -230,7 +230,7 @@ def _call_roll(
         if somebody_gave_up and trouble == _CUT_OFF and seconds < longest / 2:
             marks[rank] = "came after others had given up"
     gone = [rank for rank in marks if _GONE in rows[rank]]
-    if not marks and somebody_gave_up and len({brought for *_, brought in present.values()}) > 1:
+    if not marks and somebody_gave_up and _differ([brought for *_, brought in present.values()]):
         rule = f"{call.name}: the ranks waited for each other in different calls, or with other shapes."
         advice = "Give every rank the same calls and shapes; checked() names the lines."
         return CollectiveMismatch(rank_table(rule, rows, {}, advice))
@@ -245,6 +245,12 @@ def _call_roll(
         )
     advice = "Destroy the process group on every rank, and start again."
     return kind(rank_table(f"{call.name}: {what}.", rows, marks, advice))
+
+
+def _differ(brought: list[str]) -> bool:
+    """Tell whether ranks were in different calls, or brought other shapes where they told them."""
+    names = {text.partition(" of ")[0] for text in brought}
+    return len(names) > 1 or len({text for text in brought if " of " in text}) > 1
 
 
 def _ranks(call: Call, ranks: list[int]) -> str:
