@@ -14,6 +14,7 @@ import allgrad as ag
 import reference
 from allgrad._wire import across_hosts, algorithms
 from allgrad._wire.groups import Backend, find_group
+from allgrad._wire.topology import Topology
 from exactness import check_exact, pieces
 from traffic import Traffic
 
@@ -22,7 +23,7 @@ OPERATIONS = [
     for operation, entries in algorithms.TABLE.items()
     if any(entry.run.__module__ == across_hosts.__name__ for entry in entries)
 ]
-LAYOUTS = ("aabb", "abab", "abbb", "abca")  # the host of each rank
+LAYOUTS = ("aabb", "abab", "abbb", "abca", "abcd")  # the host of each rank
 ROWS = (2, 0, 3, 1)
 SENT = ((1, 2, 0, 3), (0, 0, 0, 0), (3, 0, 0, 0), (1, 1, 1, 1))  # by sender and receiver
 
@@ -145,6 +146,17 @@ def test_receives_are_announced_before_data_goes_the_other_way(rank):
         )  # of a short sum one rank carries all
         for peer in both:
             assert posted.index(("recv", peer)) < posted.index(("send", peer)), name
+
+
+def test_one_rank_on_each_host_leaves_no_root_to_send_everything():
+    four = Topology(((0,), (1,), (2,), (3,)), ("a", "b", "c", "d"))
+    for name, wanted in (
+        ("all_reduce", "backend"),
+        ("broadcast", "chunked"),
+        ("reduce", "chunked"),
+    ):
+        about = name, Backend.GLOO, True, 4, 1 << 18, 1 << 20, True, True, four
+        assert algorithms.choose(algorithms.Situation(*about)).name == wanted
 
 
 @pytest.mark.ranks(4)

@@ -116,13 +116,19 @@ def _star_sum(s: Situation) -> int:
 
 
 def _linear(s: Situation) -> bool:
-    return s.gloo and (s.ranks == 2 or s.total <= LINEAR_TOTAL)
+    """A root behind a link sends, or receives, every rank's bytes over it."""
+    return s.gloo and (s.ranks == 2 or s.total <= (LINEAR_TOTAL if s.hosts == 1 else FLAT_TOTAL))
 
 
 def _pairwise(s: Situation) -> bool:
     """On one host; with a core for every rank, a star's second message costs more than it saves."""
     small = s.total <= STAR_TOTAL and (s.topology.crowded or s.ranks == 2)
     return s.equal and s.gloo and not small and s.hosts == 1
+
+
+def _one_to_a_host(s: Situation) -> bool:
+    """Three hosts or more with one rank each: the backend's ring sends a sum as often as it must."""
+    return 2 < s.hosts == s.ranks and s.piece > FLAT_PIECE
 
 
 def _many_to_a_host(s: Situation) -> bool:
@@ -141,17 +147,22 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
         Algorithm(
             "across_hosts",
             across_hosts.all_reduce,
-            lambda s: _many_to_a_host(s) and s.piece > FLAT_PIECE,
+            lambda s: (_many_to_a_host(s) or (s.gloo and s.hosts == 2)) and s.piece > FLAT_PIECE,
             costs.across_hosts_all_reduce,
         ),
         Algorithm("two_steps", _all_reduce_in_two_steps, lambda s: not s.can_add, _in_two_steps),
         Algorithm(
             "star",
             p2p.star_all_reduce,
-            lambda s: s.gloo and s.piece <= _star_sum(s),
+            lambda s: s.gloo and s.piece <= _star_sum(s) and not _one_to_a_host(s),
             costs.star_all_reduce,
         ),
-        Algorithm("chunked", p2p.chunked_all_reduce, lambda s: s.gloo, costs.chunked_all_reduce),
+        Algorithm(
+            "chunked",
+            p2p.chunked_all_reduce,
+            lambda s: s.gloo and not _one_to_a_host(s),
+            costs.chunked_all_reduce,
+        ),
         Algorithm("backend", eager.all_reduce, _always, costs.backend_all_reduce),
     ),
     "all_gather": (
