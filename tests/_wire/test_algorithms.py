@@ -6,7 +6,7 @@ import torch
 import allgrad as ag
 import reference
 from allgrad._core.partition import even
-from allgrad._wire import across_hosts, algorithms, point_to_point
+from allgrad._wire import across_hosts, algorithms, pairwise, point_to_point
 from exactness import check_exact, pieces, same
 from traffic import Traffic
 
@@ -136,7 +136,7 @@ ELEMENTS = 240  # divides by 2, 3, 4, and by one less
         (op, entry.name)
         for op, entries in algorithms.TABLE.items()
         for entry in entries
-        if entry.run.__module__ in {point_to_point.__name__, across_hosts.__name__}
+        if entry.run.__module__ in {m.__name__ for m in (point_to_point, pairwise, across_hosts)}
     ],
 )
 def test_costs_are_what_the_busiest_rank_moves(rank, world, operation, algorithm):

@@ -51,11 +51,9 @@ def even_chunks(n, ranks):
 
 def all_gather(n, r):
     """``n`` are the bytes of each rank's piece, ``r`` is this rank."""
-    world, others = len(n), sum(n) - n[r]
-    if sum(n) <= algorithms.STAR_TOTAL:
-        if world > 2:
-            return through_root(n, [sum(n)] * world, r)
-        return {"all_to_all_single": 1}, (world - 1) * n[r], others
+    world = len(n)
+    if sum(n) <= algorithms.STAR_TOTAL and world > 2:
+        return through_root(n, [sum(n)] * world, r)
     return all_gather_pairwise(n, r)
 
 
@@ -65,11 +63,9 @@ def all_gather_pairwise(n, r):
 
 
 def reduce_scatter(n, r):
-    world, others = len(n), sum(n) - n[r]
+    world = len(n)
     if sum(n) <= algorithms.STAR_TOTAL and world > 2:
         return through_root([sum(n)] * world, n, r)
-    if max(n) <= algorithms.EXCHANGE_BLOCK:
-        return {"all_to_all_single": 1}, others, (world - 1) * n[r]
     return reduce_scatter_pairwise(n, r)
 
 
@@ -114,41 +110,47 @@ def reduce(n, r):
 
 
 def gather(n, r):
-    sent, received = (0, sum(n) - n[r]) if r == 1 else (n[r], 0)
-    return {"all_to_all_single": 1}, sent, received
+    """To rank 1. A block without rows travels as one byte."""
+    blocks = [max(1, size) for size in n]
+    if r == 1:
+        return {"irecv": len(n) - 1}, 0, sum(blocks) - blocks[r]
+    return {"isend": 1}, blocks[r], 0
 
 
 def scatter(n, r):
     calls, sent, received = gather(n, r)
-    return calls, received, sent
+    other = {"isend": "irecv", "irecv": "isend"}
+    return {other[name]: count for name, count in calls.items()}, received, sent
 
 
 def shift(n, r):
-    return {"all_to_all_single": 1}, n[r], n[r - 1]
+    return {"isend": 1, "irecv": 1}, max(1, n[r]), max(1, n[r - 1])
 
 
 def shift_back(n, r):
-    return {"all_to_all_single": 1}, n[r - 1], n[r]
+    return {"isend": 1, "irecv": 1}, max(1, n[r - 1]), max(1, n[r])
 
 
 def all_to_all(n, r):
     """Every rank cuts a piece of ``n[r]`` rows for each other; here all have the same."""
     others = n[r] // len(n) * (len(n) - 1)
-    if len(n) * n[r] > algorithms.STAR_TOTAL or (len(n) > 2 and not here().crowded):
+    small = len(n) * n[r] <= algorithms.STAR_TOTAL
+    if len(n) == 2 or not small or not here().crowded:
         return peer_to_peer(len(n) - 1, len(n) - 1, others, others)
-    return through_root(n, n, r) if len(n) > 2 else ({"all_to_all_single": 1}, others, others)
+    return through_root(n, n, r)
 
 
 def scan(n, r):
     """By doubling the distance: what has a rank that far ahead, or behind, to go to."""
     distances = [2**k for k in range(math.ceil(math.log2(len(n))))]
-    sent = sum(n[r] for d in distances if r + d < len(n))
-    return {"all_to_all_single": len(distances)}, sent, sum(n[r] for d in distances if r >= d)
+    sends, receives = (
+        sum(map(ahead, distances)) for ahead in (lambda d: r + d < len(n), lambda d: r >= d)
+    )
+    return peer_to_peer(sends, receives, sends * n[r], receives * n[r])
 
 
 def scan_back(n, r):
-    calls, sent, received = scan(n, r)
-    return calls, received, sent
+    return scan(n, len(n) - 1 - r)
 
 
 def nothing(n, r):
@@ -252,10 +254,10 @@ def test_sizes_reach_every_algorithm():
                     if not ragged:
                         found[name].add(chosen(name, n))
     assert found == {
-        "all_gather": {"star", "copies", "pairwise"},
-        "reduce_scatter": {"star", "exchange", "pairwise"},
+        "all_gather": {"star", "pairwise"},
+        "reduce_scatter": {"star", "pairwise_stacked", "pairwise"},
         "all_reduce": {"star", "chunked"},
-        "all_to_all": {"star", "pairwise_in_turns", "backend", "pairwise"},
+        "all_to_all": {"star", "pairwise_in_turns", "pairwise"},
         "broadcast": {"linear", "chunked"},
         "reduce": {"linear", "chunked"},
     }
@@ -281,7 +283,8 @@ def test_only_sizes_found_out_cost_an_exchange(rank, world, name):
         call(x)
     calls, sent, received = exchange(world, rank)
     if name == "all_to_all":  # whose blocks need not have one size then
-        assert found.calls == Counter({"all_to_all_single": 1}) + Counter(calls)
+        others = world - 1
+        assert found.calls == Counter({"isend": others, "irecv": others}) + Counter(calls)
         return
     assert found.calls == given.calls + Counter(calls)
     assert found.sent == given.sent + sent
@@ -348,7 +351,7 @@ def test_memory_is_taken_for_the_result_alone_where_pieces_are_large(rank, world
     coming = min((world - 1) * chunks(own), point_to_point.IN_FLIGHT // chunk) * chunk  # at once
     summing = {
         "star": [own] if rank else [world * total, total, own],  # the root has every rank's whole
-        "exchange": [world * own, own],
+        "pairwise_stacked": [world * own, own],
         "pairwise": [own, coming],
     }[chosen("reduce_scatter", [ROW * count for count in rows])]
     there, back = allocated(RAGGED["all_gather"][1], held(rows, rank), rows)

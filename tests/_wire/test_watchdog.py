@@ -20,11 +20,27 @@ CALLS = {
     "broadcast": lambda odd: ag.broadcast(torch.ones(4 - odd), src=2),
     "reduce_scatter": lambda odd: ag.reduce_scatter(torch.ones(6 * (1 + odd)), sizes="equal"),
 }
+# Of two ranks, each of which trusts its own sizes.
+SIZES = {
+    "all_gather": lambda odd: ag.all_gather(torch.ones(2), sizes=(3, 2) if odd else (2, 3)),
+    "reduce_scatter": lambda odd: ag.reduce_scatter(torch.ones(5), sizes=(3 - odd, 2 + odd)),
+    "all_to_all, equal": lambda odd: ag.all_to_all(torch.ones(4 + 2 * odd), send_sizes="equal"),
+    "all_to_all, more": lambda odd: exchange(2 + odd),
+    "all_to_all, less": lambda odd: exchange(2 - odd),
+    "all_to_all, nothing": lambda odd: exchange(2 - 2 * odd),
+    "shift": lambda odd: ag.shift(torch.ones(2), sizes=(2 - odd, 2)),
+    "gather": lambda odd: ag.gather(torch.ones(2 + odd), sizes=(2, 2 + odd)),
+}
+
+
+def exchange(coming):
+    sizes = (2, coming) if dist.get_rank() == 0 else (coming, 2)
+    return ag.all_to_all(torch.ones(4), send_sizes=(2, 2), recv_sizes=sizes)
 
 
 def make_unequal(name):
     try:
-        CALLS[name](int(dist.get_rank() == 1))
+        (CALLS if dist.get_world_size() == 3 else SIZES)[name](int(dist.get_rank() == 1))
         # A rank that sent nothing to the odd one, nor waited for it, finds out in its next call.
         return ag.all_reduce(torch.ones(1))
     except AllgradError as error:
@@ -34,9 +50,11 @@ def make_unequal(name):
 
 @pytest.mark.one_in(2)
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", CALLS)
-def test_unequal_tensors_never_meet(name):
-    found = run_ranks(make_unequal, 3, name, timeout=30)
+@pytest.mark.parametrize(
+    ("world", "name"), [*((3, name) for name in CALLS), *((2, name) for name in SIZES)]
+)
+def test_unequal_tensors_never_meet(world, name):
+    found = run_ranks(make_unequal, world, name, timeout=30)
     assert all(isinstance(text, str) for text in found), found
     assert any("CollectiveMismatch" in text and "differs" in text for text in found), found
     assert all("different" in text for text in found), found

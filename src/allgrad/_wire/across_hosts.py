@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from allgrad._core.partition import even
+from allgrad._wire import pairwise
 from allgrad._wire.hosts import find_topology
 from allgrad._wire.messages import exchange, start, wait
 from allgrad._wire.point_to_point import (
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from allgrad._wire.calls import Call
+    from allgrad._wire.pairwise import Peers
     from allgrad._wire.topology import Topology
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce", "reduce_scatter"]
@@ -116,23 +118,16 @@ def all_reduce(call: Call, x: Tensor, scratch: bool = False) -> Tensor:
     return out
 
 
-def all_to_all(
-    call: Call, x: Tensor, send: Sequence[int], receive: Sequence[int], equal: bool = False
+def all_to_all(  # noqa: PLR0917
+    call: Call,
+    x: Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    equal: bool = False,
+    peers: Peers = None,
 ) -> Tensor:
     """Block ``r`` to rank ``r``, all at once: every byte crosses once, in both directions together."""
-    pieces: Sequence[Tensor]
-    blocks: Sequence[Tensor]
-    if equal:
-        out, by_rank = torch.empty_like(x), (call.size, x.numel() // call.size)
-        pieces, blocks = x.view(by_rank).unbind(), out.view(by_rank).unbind()
-    else:
-        out = x.new_empty((sum(receive), *x.shape[1:]))
-        pieces, blocks = x.split(send), out.split(receive)
-    after, before = _around(range(call.size), call.rank)
-    works = exchange(call, [(pieces[r], r) for r in after], [(blocks[r], r) for r in before])
-    blocks[call.rank].copy_(pieces[call.rank])
-    wait(call, x if equal else x.new_empty(0), works)  # ranks may hold any lengths
-    return out
+    return pairwise.all_to_all(call, x, send, receive, equal, peers, exchange)
 
 
 def broadcast(call: Call, x: Tensor, src: int) -> Tensor:

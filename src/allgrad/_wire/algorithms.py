@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from allgrad._core.partition import even
-from allgrad._wire import across_hosts, costs, eager
+from allgrad._wire import across_hosts, costs, eager, pairwise
 from allgrad._wire import point_to_point as p2p
 from allgrad._wire.costs import Cost
 from allgrad._wire.groups import Backend
@@ -120,10 +120,10 @@ def _linear(s: Situation) -> bool:
     return s.gloo and (s.ranks == 2 or s.total <= (LINEAR_TOTAL if s.hosts == 1 else FLAT_TOTAL))
 
 
-def _pairwise(s: Situation) -> bool:
-    """On one host; with a core for every rank, a star's second message costs more than it saves."""
-    small = s.total <= STAR_TOTAL and (s.topology.crowded or s.ranks == 2)
-    return s.equal and s.gloo and not small and s.hosts == 1
+def _in_turns(s: Situation) -> bool:
+    """On one host with fewer cores than ranks: over links between hosts, turns leave them idle."""
+    medium = s.total > STAR_TOTAL and s.piece <= s.ranks * EXCHANGE_BLOCK
+    return s.equal and s.gloo and medium and s.ranks > 2 and s.hosts == 1 and s.topology.crowded
 
 
 def _one_to_a_host(s: Situation) -> bool:
@@ -176,12 +176,10 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
         Algorithm(
             "copies",
             eager.all_gather_by_copies,
-            lambda s: (
-                (s.gloo and s.total <= STAR_TOTAL) or (s.gloo_device and s.piece <= COPIES_PIECE)
-            ),
+            lambda s: s.gloo_device and s.piece <= COPIES_PIECE,
             costs.copies_all_gather,
         ),
-        Algorithm("pairwise", p2p.pairwise_all_gather, lambda s: s.gloo, costs.pairwise_all_gather),
+        Algorithm("pairwise", pairwise.all_gather, lambda s: s.gloo, costs.pairwise_all_gather),
         Algorithm(
             "backend",
             eager.all_gather,
@@ -207,9 +205,15 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
         ),
         Algorithm("star", p2p.star_reduce_scatter, _small, costs.star_reduce_scatter),
         Algorithm(
+            "pairwise_stacked",
+            pairwise.stacked_reduce_scatter,
+            lambda s: s.gloo and s.piece <= EXCHANGE_BLOCK,
+            costs.stacked_reduce_scatter,
+        ),
+        Algorithm(
             "pairwise",
-            p2p.pairwise_reduce_scatter,
-            lambda s: s.gloo and s.piece > EXCHANGE_BLOCK,
+            pairwise.reduce_scatter,
+            lambda s: s.gloo,
             costs.pairwise_reduce_scatter,
         ),
         Algorithm(
@@ -234,11 +238,10 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
         ),
         Algorithm(
             "pairwise_in_turns",
-            p2p.pairwise_in_turns,
-            lambda s: _pairwise(s) and s.topology.crowded and s.piece <= s.ranks * EXCHANGE_BLOCK,
+            pairwise.all_to_all_in_turns,
+            _in_turns,
             costs.pairwise_in_turns,
         ),
-        Algorithm("pairwise", p2p.pairwise_all_to_all, _pairwise, costs.pairwise_all_to_all),
         Algorithm(
             "across_hosts",
             across_hosts.all_to_all,
@@ -246,6 +249,7 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
             lambda _: False,
             costs.pairwise_all_to_all,
         ),
+        Algorithm("pairwise", pairwise.all_to_all, lambda s: s.gloo, costs.pairwise_all_to_all),
         Algorithm("backend", eager.all_to_all, _always, costs.backend_all_to_all),
     ),
     "broadcast": (

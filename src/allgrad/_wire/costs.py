@@ -129,6 +129,10 @@ def pairwise_reduce_scatter(s: Situation) -> Cost:
     return _exchange(s, s.piece, 3 * (s.ranks - 1) * s.piece, s.total)
 
 
+def stacked_reduce_scatter(s: Situation) -> Cost:
+    return _exchange(s, s.piece, (s.ranks + 3) * s.piece, s.total + s.piece)
+
+
 def exchange_reduce_scatter(s: Situation) -> Cost:
     return _exchange(s, s.piece, (s.ranks + 3) * s.piece, s.total + s.piece, calls=1)
 
@@ -147,7 +151,7 @@ def backend_all_to_all(s: Situation) -> Cost:
 
 def shift(s: Situation) -> Cost:
     """An all_to_all in which every rank sends all it has to one other."""
-    return Cost(1, 2 * s.piece, 2, 1, 0, s.piece, 1, 2 * s.piece if s.hosts > 1 else 0)
+    return Cost(1, 2 * s.piece, 2, 1, 0, s.piece, 0, 2 * s.piece if s.hosts > 1 else 0)
 
 
 def chunked_all_reduce(s: Situation) -> Cost:

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allgrad._wire.calls import describe_shapes
+from allgrad._wire import wait_spec
 from allgrad._wire.groups import world_rank, world_store
 from allgrad._wire.store import StoreSilent, ask, describe
 from allgrad._wire.topology import ONE_HOST
@@ -37,9 +37,8 @@ from allgrad.errors import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-
     from allgrad._wire.calls import Call
+    from allgrad._wire.wait_spec import Alike
 
 __all__ = [
     "explain",
@@ -142,11 +141,11 @@ def raised_on(call: Call, rank: int, text: str) -> RankRaised:
 
 
 def explain(
-    call: Call, error: RuntimeError, waited: float, limit: float | None, alike: Tensor | None = None
+    call: Call, error: RuntimeError, waited: float, limit: float | None, alike: Alike | None = None
 ) -> Exception:
     """Turn a backend's error about a silent or lost peer into one that names the rank.
 
-    ``alike`` has one shape and dtype on every rank, if all is well.
+    ``alike`` fits what the other ranks bring, if all is well.
     """
     text = str(error).lower()
     late = "timed out" in text or "timeout" in text
@@ -155,7 +154,7 @@ def explain(
         return error
     try:
         trouble = _GAVE_UP if late else _CUT_OFF
-        brought = call.name if alike is None else f"{call.name} of {describe_shapes([alike])}"
+        brought = wait_spec.describe(call, alike)
         roll_call = partial(_call_roll, call, trouble, waited, limit, brought)
         store = call.group.process_group.get_group_store()
         return ask(store, roll_call, _ROLL_CALL_SECONDS + _STORE_SECONDS)
@@ -230,7 +229,8 @@ def _call_roll(
         if somebody_gave_up and trouble == _CUT_OFF and seconds < longest / 2:
             marks[rank] = "came after others had given up"
     gone = [rank for rank in marks if _GONE in rows[rank]]
-    if not marks and somebody_gave_up and _differ([brought for *_, brought in present.values()]):
+    fits = wait_spec.all_fit({rank: brought for rank, (_, _, brought) in present.items()})
+    if not marks and somebody_gave_up and not fits:
         rule = f"{call.name}: the ranks waited for each other in different calls, or with other shapes."
         advice = "Give every rank the same calls and shapes; checked() names the lines."
         return CollectiveMismatch(rank_table(rule, rows, {}, advice))
@@ -245,12 +245,6 @@ def _call_roll(
         )
     advice = "Destroy the process group on every rank, and start again."
     return kind(rank_table(f"{call.name}: {what}.", rows, marks, advice))
-
-
-def _differ(brought: list[str]) -> bool:
-    """Tell whether ranks were in different calls, or brought other shapes where they told them."""
-    names = {text.partition(" of ")[0] for text in brought}
-    return len(names) > 1 or len({text for text in brought if " of " in text}) > 1
 
 
 def _ranks(call: Call, ranks: list[int]) -> str:

@@ -55,8 +55,8 @@ class Group:
 
     __slots__ = (
         *("__weakref__", "_device_types", "_name", "_ref"),
-        *("backends", "calls", "doing", "order", "orders", "rank", "registered", "size", "thread"),
-        "topology",
+        *("backends", "calls", "doing", "exchanged", "exchanges", "order", "orders", "rank"),
+        *("registered", "size", "thread", "topology"),
     )
 
     def __init__(
@@ -72,6 +72,8 @@ class Group:
         self.backends: dict[torch.device, Backend] = {}  # those asked for so far
         self.calls = 0  # on the wire, so far,
         self.doing = "", -1  # the last of them, and its src or dst
+        self.exchanges = 0  # how many of them were pairwise all_to_alls
+        self.exchanged: tuple[Any, ...] | None = None  # the last one with counts (wait_spec)
         self.orders: dict[torch.device, Any] = {}  # how calls go backward (call_order)
         self.order: Any = None  # the one of tensors on the host,
         self.thread = 0  # and the thread that made its calls

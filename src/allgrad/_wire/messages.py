@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from allgrad._wire import deadline, diagnosis, watchdog
 from allgrad._wire.codec import DTYPES
 from allgrad.errors import RankRaised
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from allgrad._wire.calls import Call
+    from allgrad._wire.wait_spec import Alike
 
     # What is sent or received into, and the rank at the other end.
     Transfer: TypeAlias = tuple[Tensor, int]
@@ -23,13 +26,17 @@ if TYPE_CHECKING:
 __all__ = ["exchange", "start", "wait"]
 
 _TAG = 1 << 30  # not the tag of messages that the caller may be sending meanwhile
+_NO_ROWS = torch.zeros(1, dtype=torch.uint8)
 _DTYPES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
-def start(call: Call, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> Sequence[Any]:
+def start(
+    call: Call, sends: Sequence[Transfer], recvs: Sequence[Transfer], number: int = 0
+) -> Sequence[Any]:
     """Post sends before receives; tensors without elements are not sent.
 
-    Return receives first: when they are done, most sends are done too.
+    Return receives first: when they are done, most sends are done too. The messages of an exchange
+    have its number: those of another never meet them, and empty ones are sent as one byte.
     """
     process_group = call.group.process_group
     receiving: list[Any] = []
@@ -41,27 +48,34 @@ def start(call: Call, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> S
             watchdog.start()
         for x, peer in sends:
             if x.numel():
-                sending.append(process_group.send([x], peer, _tag(x)))
+                sending.append(process_group.send([x], peer, _tag(x, number)))
+            elif number:
+                sending.append(process_group.send([_NO_ROWS], peer, _tag(x, number)))
         for x, peer in recvs:
             if x.numel():
-                receiving.append(process_group.recv([x], peer, _tag(x)))
+                receiving.append(process_group.recv([x], peer, _tag(x, number)))
+            elif number:
+                nothing = torch.empty(1, dtype=torch.uint8)
+                receiving.append(process_group.recv([nothing], peer, _tag(x, number)))
     except RuntimeError as error:
         deadline.close_connections(call)
         raise diagnosis.explain(call, error, 0.0, deadline.STATE.seconds) from error
     return receiving + sending
 
 
-def exchange(call: Call, sends: Sequence[Transfer], recvs: Sequence[Transfer]) -> list[Any]:
+def exchange(
+    call: Call, sends: Sequence[Transfer], recvs: Sequence[Transfer], number: int = 0
+) -> list[Any]:
     """Post receives before sends: Gloo announces a receive on the connection that carries the data.
 
     Announced after a long message in the other direction, it would wait for all of it, and the two
     directions of a link would be used one after the other.
     """
-    return [*start(call, (), recvs), *start(call, sends, ())]
+    return [*start(call, (), recvs, number), *start(call, sends, (), number)]
 
 
-def wait(call: Call, alike: Tensor, works: Sequence[Any]) -> None:
-    """Wait for what was started; ``alike`` has one shape and dtype on every rank."""
+def wait(call: Call, alike: Alike, works: Sequence[Any]) -> None:
+    """Wait for what was started; ``alike`` fits what the other ranks bring, if all is well."""
     began = time.monotonic()
     try:
         if deadline.STATE.no_deadline:
@@ -86,9 +100,10 @@ def wait(call: Call, alike: Tensor, works: Sequence[Any]) -> None:
         raise diagnosis.explain(call, error, waited, deadline.STATE.seconds, alike) from error
 
 
-def _tag(x: Tensor) -> int:
+def _tag(x: Tensor, number: int) -> int:
     """Tensors of other shapes or dtypes never meet, where Gloo would end the process, or add up bytes
     (test_unequal_tensors_never_meet). A number and a vector of one element are alike.
     """
     shape = x.shape
-    return _TAG | hash((_DTYPES[x.dtype], shape if len(shape) > 1 else x.numel())) & (_TAG - 1)
+    about = _DTYPES[x.dtype], shape if len(shape) > 1 else x.numel(), number
+    return _TAG | hash(about) & (_TAG - 1)

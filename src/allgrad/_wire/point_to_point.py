@@ -1,11 +1,10 @@
-"""Algorithms made of sends and receives: star, pairwise, linear, chunked.
+"""Algorithms made of sends and receives: star, linear, chunked.
 
     star       every rank sends to rank 0, which sends each its part of the result
-    pairwise   every rank exchanges with every other, all at once or in turns
     linear     one root sends to, or receives from, every rank
     chunked    every rank reduces, or passes on, one chunk of the elements, and nobody all of them
 
-For tensors on the host. ``algorithms`` says where each is used.
+For tensors on the host. ``algorithms`` says where each is used; ``pairwise`` has the exchanges.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
     from allgrad._wire.calls import Call
     from allgrad._wire.messages import Transfer
+    from allgrad._wire.wait_spec import Alike
 
 __all__ = [
     "CHUNK",
@@ -36,10 +36,6 @@ __all__ = [
     "chunked_reduce",
     "linear_broadcast",
     "linear_reduce",
-    "pairwise_all_gather",
-    "pairwise_all_to_all",
-    "pairwise_in_turns",
-    "pairwise_reduce_scatter",
     "star_all_gather",
     "star_all_reduce",
     "star_all_to_all",
@@ -75,18 +71,19 @@ def star_all_gather(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
     """Every rank's block, in rank order, on every rank."""
     out = x.new_empty((sum(counts), *x.shape[1:]))
     if call.rank != ROOT:
-        return _exchange_with_root(call, out, x, out)
-    _recv_all(call, out, x, out.split(counts))
-    _send_all(call, out, [out] * call.size)
+        return _exchange_with_root(call, (out, counts), x, out)
+    _recv_all(call, (out, counts), x, out.split(counts))
+    _send_all(call, (out, counts), [out] * call.size)
     return out
 
 
 def star_reduce_scatter(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
     """Block ``r`` of the sum over ranks, on rank ``r``."""
     if call.rank != ROOT:
-        return _exchange_with_root(call, x, x, x.new_empty((counts[call.rank], *x.shape[1:])))
+        own = x.new_empty((counts[call.rank], *x.shape[1:]))
+        return _exchange_with_root(call, (x, counts), x, own)
     blocks: Sequence[Tensor] = _recv_stacked(call, x).sum(0, dtype=x.dtype).split(counts)
-    _send_all(call, x, blocks)
+    _send_all(call, (x, counts), blocks)
     return blocks[ROOT].clone()  # a view would keep the whole sum alive
 
 
@@ -101,7 +98,7 @@ def star_all_to_all(call: Call, x: Tensor, *_: object) -> Tensor:
     return out.copy_(parts[ROOT])
 
 
-def _exchange_with_root(call: Call, alike: Tensor, x: Tensor, out: Tensor) -> Tensor:
+def _exchange_with_root(call: Call, alike: Alike, x: Tensor, out: Tensor) -> Tensor:
     """Send ``x`` to the root, and receive this rank's part of the result into ``out``."""
     wait(call, alike, start(call, [(x, ROOT)], [(out, ROOT)]))
     return out
@@ -114,67 +111,16 @@ def _recv_stacked(call: Call, x: Tensor) -> Tensor:
     return pieces
 
 
-def _recv_all(call: Call, alike: Tensor, x: Tensor, into: Sequence[Tensor]) -> None:
+def _recv_all(call: Call, alike: Alike, x: Tensor, into: Sequence[Tensor]) -> None:
     """On the root: receive every rank's piece, its own included."""
     works = start(call, (), [(into[rank], rank) for rank in range(1, call.size)])
     into[ROOT].copy_(x)
     wait(call, alike, works)
 
 
-def _send_all(call: Call, alike: Tensor, parts: Sequence[Tensor]) -> None:
+def _send_all(call: Call, alike: Alike, parts: Sequence[Tensor]) -> None:
     """On the root: send every rank its part."""
     wait(call, alike, start(call, [(parts[rank], rank) for rank in range(1, call.size)], ()))
-
-
-# ---- pairwise --------------------------------------------------------------------------------
-
-
-def pairwise_all_gather(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """Every rank's block, in rank order, sent to every rank at once."""
-    out = x.new_empty((sum(counts), *x.shape[1:]))
-    _exchange_all(call, out, [x] * call.size, out.split(counts))
-    return out
-
-
-def pairwise_all_to_all(call: Call, x: Tensor, *_: object) -> Tensor:
-    """Equal block ``r`` to rank ``r``, all at once."""
-    out = torch.empty_like(x)
-    by_rank = call.size, x.numel() // call.size
-    _exchange_all(call, x, x.view(by_rank).unbind(), out.view(by_rank).unbind())
-    return out
-
-
-def pairwise_in_turns(call: Call, x: Tensor, *_: object) -> Tensor:
-    """The same in turns: first to lower ranks, then to higher ones once theirs are here."""
-    out = torch.empty_like(x)
-    by_rank = call.size, x.numel() // call.size
-    pieces, blocks = x.view(by_rank).unbind(), out.view(by_rank).unbind()
-    below, above = range(call.rank), range(call.rank + 1, call.size)
-    from_above = start(call, (), [(blocks[rank], rank) for rank in above])
-    from_below = start(call, (), [(blocks[rank], rank) for rank in below])
-    sends = start(call, [(pieces[rank], rank) for rank in below], ())
-    blocks[call.rank].copy_(pieces[call.rank])
-    wait(call, x, from_above)
-    sends = [*sends, *start(call, [(pieces[rank], rank) for rank in above], ())]
-    wait(call, x, [*from_below, *sends])
-    return out
-
-
-def pairwise_reduce_scatter(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """Block ``r`` of ``x`` to rank ``r``, which adds what it receives."""
-    return _reduce_own_block(call, x, dict(enumerate(x.split(counts))))
-
-
-def _exchange_all(
-    call: Call, alike: Tensor, pieces: Sequence[Tensor], blocks: Sequence[Tensor]
-) -> None:
-    """Send every rank its piece, and receive a block from each; the own one is copied."""
-    after, before = _around(range(call.size), call.rank)
-    works = start(
-        call, [(pieces[to], to) for to in after], [(blocks[source], source) for source in before]
-    )
-    blocks[call.rank].copy_(pieces[call.rank])
-    wait(call, alike, works)
 
 
 # ---- linear ----------------------------------------------------------------------------------
@@ -261,7 +207,7 @@ def _recv_and_pass_on(call: Call, x: Tensor, src: int, ranks: Sequence[int]) -> 
 
 
 def _reduce_own_block(
-    call: Call, alike: Tensor, blocks: Mapping[int, Tensor], out: Tensor | None = None
+    call: Call, alike: Alike, blocks: Mapping[int, Tensor], out: Tensor | None = None
 ) -> Tensor:
     """Send each of these ranks its block, and add up what they send of this rank's own."""
     after, before = _around(tuple(blocks), call.rank)
@@ -271,7 +217,7 @@ def _reduce_own_block(
 
 def _add_received(  # noqa: PLR0917
     call: Call,
-    alike: Tensor,
+    alike: Alike,
     x: Tensor,
     sources: Sequence[int],
     sends: Sequence[Transfer] = (),

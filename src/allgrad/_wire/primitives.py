@@ -104,14 +104,20 @@ def reduce(call: Call, x: Tensor, dst: int) -> Tensor:
     return _dispatch(_REDUCE, call, x, (dst,))
 
 
-def all_to_all(
-    call: Call, x: Tensor, send: Sequence[int], receive: Sequence[int], equal: bool = False
+def all_to_all(  # noqa: PLR0917
+    call: Call,
+    x: Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    equal: bool = False,
+    peers: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Tensor:
     """Block ``r`` of ``x`` to rank ``r``; the blocks received, in rank order.
 
-    ``equal`` promises that all blocks between all ranks have one size.
+    ``equal`` promises that all blocks between all ranks have one size. ``peers`` are the ranks that
+    this one sends to and receives from, where these are not all.
     """
-    return _dispatch(_ALL_TO_ALL, call, x, (send, receive, equal))
+    return _dispatch(_ALL_TO_ALL, call, x, (send, receive, equal, peers))
 
 
 def all_gather(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
@@ -223,7 +229,7 @@ def _whole(call: Call, x: Tensor, *_: Any) -> tuple[int, int, bool]:
 
 
 def _exchanged(
-    call: Call, x: Tensor, _send: Any, _receive: Any, equal: bool
+    call: Call, x: Tensor, _send: Any, _receive: Any, equal: bool, _peers: Any
 ) -> tuple[int, int, bool]:
     nbytes = x.nbytes
     # Without the promise a rank does not know the others' sizes, so nothing may depend on them.

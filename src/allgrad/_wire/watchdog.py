@@ -15,14 +15,12 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from allgrad._wire import deadline, diagnosis
-from allgrad._wire.calls import describe_shapes
+from allgrad._wire import deadline, diagnosis, wait_spec
 from allgrad.errors import CollectiveMismatch, rank_table
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from allgrad._wire.calls import Call
+    from allgrad._wire.wait_spec import Alike
 
 __all__ = ["STATE", "mismatch", "start"]
 
@@ -34,7 +32,7 @@ class _State:
     """The wait of this process that the watchdog looks at, and what it found."""
 
     def __init__(self) -> None:
-        self.waiting: tuple[Call, Tensor | None, float] | None = None
+        self.waiting: tuple[Call, Alike | None, float] | None = None
         self.thread: threading.Thread | None = None
         self.found: CollectiveMismatch | None = None
 
@@ -67,20 +65,25 @@ def _watch() -> None:
         del waiting
 
 
-def _compare(waiting: tuple[Call, Tensor | None, float]) -> None:
-    call, x, _ = waiting
+def _compare(waiting: tuple[Call, Alike | None, float]) -> None:
+    call, alike, _ = waiting
     store = call.group.process_group.get_group_store()
-    number, brought = call.group.calls, _describe(call, x)
-    store.set(f"allgrad/waits/{call.rank}", f"{number} {brought}")
+    number, brought = call.group.calls, wait_spec.describe(call, alike)
+    store.set(f"allgrad/waits/{call.rank}", f"{number} {brought}\n{_exchanged(call)}")
     others = [rank for rank in range(call.size) if rank != call.rank]
     rows = {call.rank: brought}
     for rank in random.sample(others, min(len(others), _ASKED)):
         key = f"allgrad/waits/{rank}"
         if store.check([key]):
-            theirs, _, text = store.get(key).decode("utf-8", errors="replace").partition(" ")
-            if int(theirs) == number:
-                rows[rank] = text
-    odd = {rank: "differs" for rank, text in rows.items() if text != brought}
+            told = store.get(key).decode("utf-8", errors="replace")
+            rows.update(
+                (rank, text) for at, text in map(_numbered, told.split("\n")) if at == number
+            )
+    odd = {
+        rank: "differs"
+        for rank, text in rows.items()
+        if not wait_spec.all_fit({call.rank: brought, rank: text})
+    }
     if odd and STATE.waiting is waiting:
         table = [rows.get(rank, "unknown") for rank in range(call.size)]
         if any(text.partition(" of ")[0] != brought.partition(" of ")[0] for text in rows.values()):
@@ -88,16 +91,18 @@ def _compare(waiting: tuple[Call, Tensor | None, float]) -> None:
             advice = "Make the same calls, in one order, on every rank; checked() names the lines."
         else:
             rule = f"{call.name}: the ranks bring different tensors to one call."
-            advice = "Give every rank the same shape and dtype; checked() names the line."
+            advice = "Give every rank the same shape, dtype and sizes; checked() names the line."
         STATE.found = CollectiveMismatch(rank_table(rule, table, odd, advice))
         diagnosis.publish_failure(STATE.found)
         deadline.close_connections(call)
 
 
-def _describe(call: Call, x: Tensor | None) -> str:
-    """The call in words: its name, what it does on the wire, and with what, if that is alike."""
-    operation, root = call.group.doing
-    does = "" if operation == call.name else f" ({operation})"
-    ends = "" if root < 0 else f" {'to' if operation == 'reduce' else 'from'} rank {root}"
-    shapes = "" if x is None else f" of {describe_shapes([x])}"
-    return f"{call.name}{does}{ends}{shapes}"
+def _exchanged(call: Call) -> str:
+    """The last exchange of counts that this rank made: others may still wait in it."""
+    last = call.group.exchanged
+    return "" if last is None else f"{last[0]} {wait_spec.describe_exchange(*last[1:])}"
+
+
+def _numbered(text: str) -> tuple[int, str]:
+    number, _, brought = text.partition(" ")
+    return int(number or -1), brought

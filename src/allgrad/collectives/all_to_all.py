@@ -20,6 +20,7 @@ from allgrad.collectives._inputs import (
 from allgrad.collectives._pair_cache import hashable, recall
 from allgrad.collectives._size_exchange import arriving_sizes
 from allgrad.collectives._sizes import given_sizes, partition_for
+from allgrad.errors import SizesError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -130,6 +131,12 @@ def all_to_all(
         else:
             given = given_sizes("all_to_all", call, recv_sizes, "recv_sizes")
             receive = (given,) * len(dims)
+        for sent, got in zip(send.sizes, receive, strict=True):
+            if sent[call.rank] != got[call.rank]:
+                raise SizesError(
+                    f"all_to_all: rank {call.rank} keeps {sent[call.rank]} by send_sizes and "
+                    f"{got[call.rank]} by recv_sizes.\nGive the same number in both for the rank itself."
+                )
         return leaves, send, Partition(dims, receive)
 
     find_out = recv_sizes is None and call.size > 1

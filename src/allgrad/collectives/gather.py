@@ -281,6 +281,8 @@ def gather_pair(call: Call, partition: Partition, root: int) -> AdjointPair:
     """Gather <-> scatter. Off ``root`` only the own sizes are used."""
     here = call.rank == root
 
+    everyone = range(call.size) if here else ()
+
     def counts(xs: Sequence[Tensor]) -> tuple[Sequence[int], Sequence[int]]:
         """What each rank's side sends, and what the root's side receives."""
         by_rank = partition.counts(xs)
@@ -289,13 +291,13 @@ def gather_pair(call: Call, partition: Partition, root: int) -> AdjointPair:
 
     def collect(xs: Sequence[Tensor]) -> list[Tensor]:
         out, into = counts(xs)
-        packed = wire.all_to_all(call, partition.pack_own(xs), out, into)
+        packed = wire.all_to_all(call, partition.pack_own(xs), out, into, peers=((root,), everyone))
         return partition.join(packed, xs) if here else unpack(packed, partition.empty_shapes(xs))
 
     def deal(xs: Sequence[Tensor]) -> list[Tensor]:
         out, into = counts(xs)
         packed = partition.pack_blocks(xs) if here else partition.pack_none(xs)
-        received = wire.all_to_all(call, packed, into, out)
+        received = wire.all_to_all(call, packed, into, out, peers=(everyone, (root,)))
         return unpack(received, partition.shapes(xs, call.rank))
 
     return AdjointPair("gather", "scatter", collect, deal, Made("gather", call, (partition, root)))

@@ -184,7 +184,8 @@ def permute_pair(call: Call, partition: Partition, *destinations: int) -> Adjoin
         if source >= 0:
             receive[source] = result.counts(xs)[call.rank]
         sent = partition.pack_own(xs) if end >= 0 else partition.pack_none(xs)
-        got = wire.all_to_all(call, sent, send, receive)
+        peers = [end] if end >= 0 else [], [source] if source >= 0 else []
+        got = wire.all_to_all(call, sent, send, receive, peers=peers)
         shapes = result.shapes(xs, call.rank)
         return unpack(got, shapes) if source >= 0 else [got.new_zeros(s) for s in shapes]
 

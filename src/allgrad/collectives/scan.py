@@ -143,5 +143,9 @@ def _from_distance(call: Call, flat: Tensor, distance: int) -> Tensor:
     send = [n if rank == to else 0 for rank in range(call.size)]
     receive = [n if rank == source else 0 for rank in range(call.size)]
     sent = flat if any(send) else flat[:0]
-    got = wire.all_to_all(call, sent, send, receive) if call.size > 1 else flat.new_empty(0)
+    if call.size == 1:
+        return flat.new_zeros(n)
+    ranks = range(call.size)
+    peers = [to] if to in ranks else [], [source] if source in ranks else []
+    got = wire.all_to_all(call, sent, send, receive, peers=peers)
     return got if any(receive) else flat.new_zeros(n)

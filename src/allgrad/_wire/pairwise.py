@@ -1,0 +1,118 @@
+"""Exchanges made of sends and receives: every rank with every other, all at once or in turns.
+
+For tensors on the host. ``algorithms`` says where each is used.
+
+In an exchange each rank knows only its own counts. Its messages therefore carry their block's shape
+and the number of the exchange in their tags, and a block without rows travels as one byte: ranks
+whose counts do not fit never exchange values, and wait until the watchdog ends it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from allgrad._wire.messages import start, wait
+from allgrad._wire.point_to_point import _around, _reduce_own_block
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any, TypeAlias
+
+    from torch import Tensor
+
+    from allgrad._wire.calls import Call
+    from allgrad._wire.wait_spec import Alike
+
+    # The ranks that this one sends to and receives from; all if none are named.
+    Peers: TypeAlias = tuple[Sequence[int], Sequence[int]] | None
+
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "all_to_all_in_turns",
+    "reduce_scatter",
+    "stacked_reduce_scatter",
+]
+
+
+def all_gather(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Every rank's block, in rank order, sent to every rank at once."""
+    out = x.new_empty((sum(counts), *x.shape[1:]))
+    _exchange(call, (out, counts), [x] * call.size, out.split(counts))
+    return out
+
+
+def all_to_all(  # noqa: PLR0917
+    call: Call,
+    x: Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    equal: bool = False,
+    peers: Peers = None,
+    post: Callable[..., Sequence[Any]] = start,
+) -> Tensor:
+    """Block ``r`` of ``x`` to rank ``r``, all at once; ``post`` starts the messages."""
+    group = call.group
+    group.exchanges += 1
+    if equal:
+        out = torch.empty_like(x)
+        by_rank = call.size, x.numel() // call.size
+        blocks = x.view(by_rank).unbind(), out.view(by_rank).unbind()
+        _exchange(call, x, *blocks, None, group.exchanges, post)
+        return out
+    out = x.new_empty((sum(receive), *x.shape[1:]))
+    # A rank whose own counts are met goes on. It still tells those who wait what it sent.
+    group.exchanged = group.calls, call.name, x.dtype, x.shape[1:], send, receive
+    blocks = x.split(send), out.split(receive)
+    _exchange(call, (x, send, receive), *blocks, peers, group.exchanges, post)
+    return out
+
+
+def all_to_all_in_turns(call: Call, x: Tensor, *_: object) -> Tensor:
+    """The same for equal blocks in turns: to lower ranks, then to higher ones once theirs are here."""
+    call.group.exchanges += 1
+    number = call.group.exchanges
+    out = torch.empty_like(x)
+    by_rank = call.size, x.numel() // call.size
+    pieces, blocks = x.view(by_rank).unbind(), out.view(by_rank).unbind()
+    below, above = range(call.rank), range(call.rank + 1, call.size)
+    from_above = start(call, (), [(blocks[rank], rank) for rank in above], number)
+    from_below = start(call, (), [(blocks[rank], rank) for rank in below], number)
+    sends = start(call, [(pieces[rank], rank) for rank in below], (), number)
+    blocks[call.rank].copy_(pieces[call.rank])
+    wait(call, x, from_above)
+    sends = [*sends, *start(call, [(pieces[rank], rank) for rank in above], (), number)]
+    wait(call, x, [*from_below, *sends])
+    return out
+
+
+def reduce_scatter(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Block ``r`` of ``x`` to rank ``r``, which adds blocks as they come."""
+    return _reduce_own_block(call, (x, counts), dict(enumerate(x.split(counts))))
+
+
+def stacked_reduce_scatter(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """The same for short blocks, added when all are there."""
+    rows = x.new_empty((call.size, counts[call.rank], *x.shape[1:]))
+    _exchange(call, (x, counts), x.split(counts), rows.unbind())
+    return rows.sum(0, dtype=x.dtype)
+
+
+def _exchange(  # noqa: PLR0917
+    call: Call,
+    alike: Alike,
+    pieces: Sequence[Tensor],
+    blocks: Sequence[Tensor],
+    peers: Peers = None,
+    number: int = 0,
+    post: Callable[..., Sequence[Any]] = start,
+) -> None:
+    """Send each peer its piece, and receive a block from each; the own one is copied."""
+    after, before = _around(range(call.size), call.rank) if peers is None else peers
+    sends = [(pieces[to], to) for to in after if to != call.rank]
+    recvs = [(blocks[source], source) for source in before if source != call.rank]
+    works = post(call, sends, recvs, number)
+    blocks[call.rank].copy_(pieces[call.rank])
+    wait(call, alike, works)

@@ -1,0 +1,84 @@
+"""What a rank waits for in a call, in words that ranks compare when they wait too long.
+
+all_reduce of (3,) float32                                       the same on every rank
+all_gather of (5, 8) float32 in pieces of 2, 3                   the same on every rank
+all_to_all of (*, 8) float32 sending 2, 3 receiving 2, 1         one sends what the other receives
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, TypeAlias, Union
+
+from torch import Tensor
+
+from allgrad._wire.calls import describe_shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from allgrad._wire.calls import Call
+
+__all__ = ["Alike", "all_fit", "describe", "describe_exchange"]
+
+# A tensor that is alike on every rank, if all is well; with counts by rank that are so too; or with
+# what this rank sends to each and receives from each.
+Alike: TypeAlias = Union[
+    Tensor, "tuple[Tensor, Sequence[int]]", "tuple[Tensor, Sequence[int], Sequence[int]]"
+]
+_EXCHANGE = re.compile(r"(.*) sending ([\d, ]*) receiving ([\d, ]*)")
+
+
+def describe(call: Call, alike: Alike | None) -> str:
+    """The call in words: its name, what it does on the wire, and what this rank brought to it."""
+    operation, root = call.group.doing
+    does = "" if operation == call.name else f" ({operation})"
+    ends = "" if root < 0 else f" {'to' if operation == 'reduce' else 'from'} rank {root}"
+    head = f"{call.name}{does}{ends}"
+    if alike is None:
+        return head
+    if isinstance(alike, Tensor):
+        return f"{head} of {describe_shapes([alike])}"
+    x, *counts = alike
+    if len(counts) == 1:
+        return f"{head} of {describe_shapes([x])} in pieces of {_numbers(counts[0])}"
+    return describe_exchange(call.name, x.dtype, x.shape[1:], *counts)
+
+
+def describe_exchange(
+    name: str, dtype: torch.dtype, row: Sequence[int], send: Sequence[int], receive: Sequence[int]
+) -> str:
+    """The same for an exchange of rows."""
+    does = "" if name == "all_to_all" else " (all_to_all)"
+    blocks = (
+        f"{name}{does} of ({', '.join(['*', *map(str, row)])}) {str(dtype).removeprefix('torch.')}"
+    )
+    return f"{blocks} sending {_numbers(send)} receiving {_numbers(receive)}"
+
+
+def all_fit(brought: Mapping[int, str]) -> bool:
+    """Tell whether ranks are in one call, and what they brought fits together, where they told it."""
+    if len({text.partition(" of ")[0] for text in brought.values()}) > 1:
+        return False
+    found = {rank: _parsed(text) for rank, text in brought.items() if " of " in text}
+    if len({head for head, _, _ in found.values()}) > 1:
+        return False
+    return all(
+        n == found[peer][2][rank]
+        for rank, (_, sends, _) in found.items()
+        for peer, n in enumerate(sends)
+        if peer in found
+    )
+
+
+def _parsed(text: str) -> tuple[str, list[str], list[str]]:
+    found = _EXCHANGE.fullmatch(text)
+    if found is None:
+        return text, [], []
+    return found[1], found[2].split(", "), found[3].split(", ")
+
+
+def _numbers(counts: Sequence[int]) -> str:
+    return ", ".join(map(str, counts))
