@@ -88,6 +88,27 @@ def test_same_wire_calls_as_eager(rank):
     assert len(sent[0][0]) > 8
 
 
+def compiled_in_two_worlds():
+    rank, traced = dist.get_rank(), compiled(lambda x: ag.all_reduce(x).sin())
+    store, found = dist.group.WORLD.get_group_store(), []
+    for world in ("first", "second"):
+        dist.destroy_process_group()
+        again = dist.PrefixStore(world, store)
+        dist.init_process_group("gloo", store=again, rank=rank, world_size=2)
+        x = leaf(torch.full((2,), 1.0 + rank))
+        traced(x).sum().backward()
+        found.append(x.grad)
+    dist.destroy_process_group()
+    return found
+
+
+def test_graph_runs_on_a_new_world():
+    """Whose group has the name of the one before."""
+    for found in run_ranks(compiled_in_two_worlds, 2, timeout=100):
+        for g in found:
+            same(g, 2 * torch.full((2,), 3.0).cos(), "the gradient")
+
+
 # ---- sizes --------------------------------------------------------------------------------------
 
 

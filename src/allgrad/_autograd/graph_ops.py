@@ -18,6 +18,7 @@ dissolves into ``run`` when a graph is lowered.
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ import torch
 from allgrad._autograd.adjoint_pair import HANDSHAKE, MAKERS
 from allgrad._autograd.transforms import ANCHOR, apply
 from allgrad._core.partition import Partition
-from allgrad._core.torch_internals import graph_internals
+from allgrad._core.torch_internals import graph_internals, process_group_named
 from allgrad._wire import calls
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from allgrad._autograd.adjoint_pair import AdjointPair
+    from allgrad._autograd.adjoint_pair import AdjointPair, Map
     from allgrad._wire.calls import Call
 
 __all__ = ["RULES_VERSION", "exchange", "run", "run_in_lockstep", "run_plain"]
@@ -135,11 +136,35 @@ def _run(  # noqa: PLR0917
     lengths: list[int],  # noqa: ARG001
     *call: Any,
 ) -> list[Tensor]:
-    real = calls.of_graph(xs, *call)
-    pair = MAKERS[maker].make(real, *_partitions(dims, sizes, real.size), *numbers)
-    with torch.no_grad():
-        ys = (pair.backward if flipped else pair.forward)(xs)
-        return [_own(y, xs) for y in ys]
+    key = maker, flipped, tuple(numbers), tuple(dims), tuple(sizes), call
+    run = None if calls.are_described() else _recall(key, call[0])
+    if run is None:
+        real = calls.of_graph(xs, *call)
+        pair = MAKERS[maker].make(real, *_partitions(dims, sizes, real.size), *numbers)
+        run = pair.backward if flipped else pair.forward
+        if call[0] and not calls.are_described():
+            _remember(key, real.group.process_group, run)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return [_own(y, xs) for y in run(xs)]
+    return [_own(y, xs) for y in run(xs)]
+
+
+# The maps of nodes that ran before, with the process group that each is for: another one may have got
+# the same name since (test_graph_runs_on_a_new_world).
+_MAPS: dict[tuple[Any, ...], tuple[weakref.ref[Any], Map]] = {}
+_MOST = 4096
+
+
+def _recall(key: tuple[Any, ...], group: str) -> Map | None:
+    found = _MAPS.get(key)
+    return found[1] if found is not None and found[0]() is process_group_named(group) else None
+
+
+def _remember(key: tuple[Any, ...], process_group: Any, run: Map) -> None:
+    if len(_MAPS) >= _MOST:
+        _MAPS.clear()
+    _MAPS[key] = weakref.ref(process_group), run
 
 
 def _partitions(dims: Sequence[int], sizes: Sequence[int], world: int) -> list[Partition]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Call",
+    "are_described",
     "at_site",
     "call_site",
     "describe_calls",
@@ -64,6 +65,11 @@ def describe_calls(wanted: bool) -> None:
     """Ask for details and source lines of calls, or no longer. They cost microseconds a call."""
     global _describing  # noqa: PLW0603
     _describing += 1 if wanted else -1
+
+
+def are_described() -> bool:
+    """Tell whether details of calls are asked for."""
+    return _describing > 0
 
 
 def locate_calls(wanted: bool) -> None:

@@ -42,7 +42,7 @@ def test_every_implementation_is_checked(case):
 def with_one_implementation(forward):
     """Time an implementation of the test's own instead of allgrad's."""
     real = measure.implementations_of
-    measure.implementations_of = lambda *_: {"allgrad": Implementation(forward)}
+    measure.implementations_of = lambda *_, **__: {"allgrad": Implementation(forward)}
     try:
         return measure.measure_time(Case("all_reduce", 2, 4096), 2, 1)
     finally:
