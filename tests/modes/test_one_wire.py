@@ -310,7 +310,7 @@ def test_lockstep_around_a_compiled_function(rank):
 @pytest.mark.ranks(2)
 def test_blocks_inside_a_compiled_function(rank):
     """They hold, for the function leaves the graph there; under fullgraph they raise."""
-    for block in (ag.checked, lambda: ag.deadline(50)):
+    for block in (ag.checked, ag.lockstep, lambda: ag.deadline(50)):
 
         def run(x, block=block):
             with block():

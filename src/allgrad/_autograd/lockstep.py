@@ -100,7 +100,7 @@ def lockstep() -> Generator[Step]:
     """
     if torch.compiler.is_compiling():
         raise ModeError(
-            "lockstep: a block cannot be traced by torch.compile.\n"
+            "lockstep: a block cannot be compiled.\n"
             "Compile what is around its collectives, not the block itself."
         )
     chain = Chain()
