@@ -27,7 +27,7 @@ def outcome(layer, x):
 
 
 def export_and_run(strict):
-    rank, found = dist.get_rank(), []
+    rank = dist.get_rank()
     rows = {"x": {0: torch.export.Dim("rows", min=1, max=64)}}
     x, other = random((2 + rank, 2), rank), random((5 - rank, 2), 10 + rank)
     program = torch.export.export(Layer(), (x,), dynamic_shapes=rows, strict=strict)
@@ -37,9 +37,7 @@ def export_and_run(strict):
         torch.export.save(program, file)
         file.seek(0)
         made.append(torch.export.load(file).module())
-    for piece in (x, other):
-        found.append([outcome(layer, piece) for layer in made])
-    return found
+    return [[outcome(layer, piece) for layer in made] for piece in (x, other)]
 
 
 @pytest.mark.timeout(200)

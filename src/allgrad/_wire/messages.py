@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 __all__ = ["exchange", "start", "wait"]
 
 _TAG = 1 << 30  # not the tag of messages that the caller may be sending meanwhile
+_OPERATIONS = {
+    name: code
+    for code, name in enumerate(
+        ("", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
+    )
+}
 _NO_ROWS = torch.zeros(1, dtype=torch.uint8)
 _DTYPES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
@@ -39,6 +45,7 @@ def start(
     have its number: those of another never meet them, and empty ones are sent as one byte.
     """
     process_group = call.group.process_group
+    about = _OPERATIONS[call.group.doing[0]], number
     receiving: list[Any] = []
     sending: list[Any] = []
     try:
@@ -48,15 +55,15 @@ def start(
             watchdog.start()
         for x, peer in sends:
             if x.numel():
-                sending.append(process_group.send([x], peer, _tag(x, number)))
+                sending.append(process_group.send([x], peer, _tag(x, about)))
             elif number:
-                sending.append(process_group.send([_NO_ROWS], peer, _tag(x, number)))
+                sending.append(process_group.send([_NO_ROWS], peer, _tag(x, about)))
         for x, peer in recvs:
             if x.numel():
-                receiving.append(process_group.recv([x], peer, _tag(x, number)))
+                receiving.append(process_group.recv([x], peer, _tag(x, about)))
             elif number:
                 nothing = torch.empty(1, dtype=torch.uint8)
-                receiving.append(process_group.recv([nothing], peer, _tag(x, number)))
+                receiving.append(process_group.recv([nothing], peer, _tag(x, about)))
     except RuntimeError as error:
         deadline.close_connections(call)
         raise diagnosis.explain(call, error, 0.0, deadline.STATE.seconds) from error
@@ -100,10 +107,10 @@ def wait(call: Call, alike: Alike, works: Sequence[Any]) -> None:
         raise diagnosis.explain(call, error, waited, deadline.STATE.seconds, alike) from error
 
 
-def _tag(x: Tensor, number: int) -> int:
-    """Tensors of other shapes or dtypes never meet, where Gloo would end the process, or add up bytes
-    (test_unequal_tensors_never_meet). A number and a vector of one element are alike.
+def _tag(x: Tensor, call: tuple[int, int]) -> int:
+    """Messages of other calls, shapes or dtypes never meet, where Gloo would end the process, or add
+    up bytes (test_unequal_tensors_never_meet). A number and a vector of one element are alike.
     """
     shape = x.shape
-    about = _DTYPES[x.dtype], shape if len(shape) > 1 else x.numel(), number
+    about = _DTYPES[x.dtype], shape if len(shape) > 1 else x.numel(), call
     return _TAG | hash(about) & (_TAG - 1)
