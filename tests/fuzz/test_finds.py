@@ -122,3 +122,24 @@ def test_dynamic_shift_in_lockstep():
     torch.testing.assert_close(found[0][0], 2 * third.sin())
     torch.testing.assert_close(found[2][1], 2 * third.cos())
     assert [y.count_nonzero().item() for y, _ in found] == [2, 0, 0]
+
+
+def maximum_compiled_on_one_rank():
+    x = torch.tensor([[1.0], [2.0]], dtype=torch.float64) * (dist.get_rank() + 1)
+    x.requires_grad_()
+
+    def block(x):
+        return ag.all_reduce(x, "max"), ag.scan(x, "max"), ag.reduce(x, op="max")
+
+    with ag.checked():
+        compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+        found = compiled(x) if dist.get_rank() else block(x)
+        sum(y.sum() for y in found).backward()
+    return x.grad
+
+
+@pytest.mark.timeout(90)
+def test_checked_maximum_compiled_on_one_rank():
+    """The pieces of a maximum are stacked inside the graph; the ranks agree on the shapes outside."""
+    first, second = run_ranks(maximum_compiled_on_one_rank, 2, timeout=60)
+    assert (first.tolist(), second.tolist()) == ([[1.0], [1.0]], [[4.0], [4.0]])

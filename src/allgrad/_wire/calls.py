@@ -39,6 +39,7 @@ __all__ = [
     "group_key",
     "locate_calls",
     "of_graph",
+    "of_stacked",
     "resolve",
     "shapes_of_graph",
 ]
@@ -119,19 +120,29 @@ def of_graph(  # noqa: PLR0917
     if not _describing:
         return Call(found, found.rank, found.size, name, "", site)
     for free_dim in _SHAPES_OF_GRAPH.findall(details):
-        shapes = describe_shapes(xs, int(free_dim) if free_dim else None)
+        if free_dim == _STACKED:
+            shapes = describe_shapes([x.new_empty(x.shape[1:], device="meta") for x in xs])
+        else:
+            shapes = describe_shapes(xs, int(free_dim) if free_dim else None)
         details = details.replace(shapes_of_graph(free_dim), shapes)
     if first:
         _serials[found] = _serials.get(found, 0) + 1
     return Call(found, found.rank, found.size, name, details, site)
 
 
-_SHAPES_OF_GRAPH = re.compile(r"<shapes (-?\d*)>")
+_STACKED = "stacked"
+_SHAPES_OF_GRAPH = re.compile(rf"<shapes (-?\d*|{_STACKED})>")
 
 
 def shapes_of_graph(free_dim: object) -> str:
     """Stands for shapes that are known when the graph runs."""
     return f"<shapes {'' if free_dim is None else free_dim}>"
+
+
+def of_stacked(call: Call) -> Call:
+    """The same call, whose node in a graph runs on its tensors with a dimension before the first."""
+    details = call.details.replace(shapes_of_graph(None), shapes_of_graph(_STACKED))
+    return call if details == call.details else call._replace(details=details)
 
 
 def describe_shapes(xs: Sequence[Tensor], free_dim: int | None = None) -> str:

@@ -11,6 +11,7 @@ from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
 from allgrad._core.partition import Partition, pack, unpack_like
 from allgrad._wire import primitives as wire
+from allgrad._wire.calls import of_stacked
 from allgrad.collectives._inputs import check_grad, check_rank, describe, take_leaves
 from allgrad.collectives._pair_cache import recall
 from allgrad.collectives.gather import gather_pair
@@ -151,7 +152,9 @@ def _reduce_pieces(
     call: Call, reduction: reductions.Reduction, xs: Sequence[Tensor], dst: int, *, stop: bool
 ) -> list[Tensor]:
     rows = Partition((0,) * len(xs), ((1,) * call.size,) * len(xs))
-    stacked = apply(gather_pair(call, rows, dst), [x.unsqueeze(0) for x in xs], stop=stop)
+    stacked = apply(
+        gather_pair(of_stacked(call), rows, dst), [x.unsqueeze(0) for x in xs], stop=stop
+    )
     if call.rank == dst:
         return [reduction.stacked(t, 0) for t in stacked]
     return [reductions.sum_of_no_rows(t) for t in stacked]

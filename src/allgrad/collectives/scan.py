@@ -11,6 +11,7 @@ from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
 from allgrad._core.partition import Partition, pack_flat, unpack_like
 from allgrad._wire import primitives as wire
+from allgrad._wire.calls import of_stacked
 from allgrad.collectives._inputs import check_grad, describe, take_leaves
 from allgrad.collectives.all_gather import gather_pair
 from allgrad.errors import ReductionError
@@ -106,7 +107,7 @@ def _scan(
         sums = apply(_prefix_pair(call, exclusive), xs, stop=stop)
         return [s / (call.rank + 1) for s in sums]
     rows = Partition((0,) * len(xs), ((1,) * call.size,) * len(xs))
-    gathered = apply(gather_pair(call, rows), [x.unsqueeze(0) for x in xs], stop=stop)
+    gathered = apply(gather_pair(of_stacked(call), rows), [x.unsqueeze(0) for x in xs], stop=stop)
     upto = [t[: call.rank if exclusive else call.rank + 1] for t in gathered]
     return [reduction.stacked(t, 0) if t.shape[0] else _of_nothing(reduction, t) for t in upto]
 
