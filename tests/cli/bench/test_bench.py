@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from allgrad._wire.algorithms import TABLE
 from allgrad.cli.bench import command, measure, run, show
 from allgrad.cli.bench.baselines import Implementation, baseline_of
 from allgrad.cli.bench.cases import Case, cases, expected, inputs_and_gradients
@@ -47,6 +48,14 @@ def with_one_implementation(forward):
         return measure.measure_time(Case("all_reduce", 2, 4096), 2, 1)
     finally:
         measure.implementations_of = real
+
+
+def test_every_algorithm_of_the_table_can_be_measured():
+    case = Case("all_to_all", 3, 6144)
+    times = run_ranks(measure.measure_time, 3, case, 2, 1, ["nn"], True)[0]
+    by_algorithm = [f"allgrad, {entry.name}" for entry in TABLE["all_to_all"]]
+    assert list(times) == ["allgrad", "raw", "nn", *by_algorithm]
+    assert not any(timed.wrong for timed in times.values())
 
 
 def test_a_wrong_result_is_found():
