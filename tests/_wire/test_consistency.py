@@ -51,3 +51,25 @@ def both_at_once():
 
 def test_threads_with_their_own_groups_do_not_wait_for_each_other():
     run_ranks(both_at_once, 2, timeout=40)
+
+
+def sum_other_names():
+    """The same number of tensors under another key on rank 1; then the same nest, compiled there."""
+    told = ""
+    with ag.checked():
+        try:
+            ag.all_reduce({"a" if dist.get_rank() else "b": torch.ones(1)})
+        except ag.errors.CollectiveMismatch as error:
+            told = str(error)
+        total = torch.compile(ag.all_reduce, backend="eager", fullgraph=True)
+        nest = {"a": torch.ones(2), "b": [torch.ones(())]}
+        found = total(nest) if dist.get_rank() else ag.all_reduce(nest)
+    return told, found["b"][0].item()
+
+
+@pytest.mark.timeout(90)
+def test_names_in_a_nest_are_compared():
+    for told, total in run_ranks(sum_other_names, 2, timeout=60):
+        assert "x['a']" in told
+        assert "x['b']" in told
+        assert total == 2.0

@@ -171,19 +171,25 @@ def _agree_first(call: Call, planned: WireCall) -> Generator[None]:
 
 _BACKWARD = "backward of "
 _NUMBERED = re.compile(r"backward of collective \d+, ")
+_SHAPES = re.compile(r"\([^()]*\) \w+(; \([^()]*\) \w+)*\)$")
 
 
 def _backward_of(serial: int) -> str:
-    # In backward a compiled call does not know its number.
+    # In backward a compiled call knows neither its number nor the shapes that it had forward.
     return f"backward of collective {serial}, " if serial else _BACKWARD
 
 
 def _comparable(specs: Sequence[CallSpec]) -> list[CallSpec]:
-    """The specs, without the numbers of calls in backward where some rank does not know them."""
+    """The specs, without the numbers and shapes of calls in backward where some rank does not know
+    them; the number of elements is compared all the same.
+    """
     texts = [spec.call for spec in specs]
     if not any(text.startswith(_BACKWARD) and not _NUMBERED.match(text) for text in texts):
         return list(specs)
-    return [replace(spec, call=_NUMBERED.sub(_BACKWARD, spec.call, count=1)) for spec in specs]
+    known = (_NUMBERED.sub(_BACKWARD, text, count=1) for text in texts)
+    return [
+        replace(spec, call=_SHAPES.sub("", text)) for spec, text in zip(specs, known, strict=True)
+    ]
 
 
 def report_failure(call: Call, error: BaseException) -> None:

@@ -151,16 +151,22 @@ def take_leaves(name: str, x: object) -> Leaves:
 
 
 def describe(x: object, free_dim: int | None = None, *, given: str = "") -> str:
-    """Arguments, shapes and dtypes in words, as checked mode compares them: a free dim is left open.
+    """Arguments, names in a nest, shapes and dtypes in words, as checked mode compares them.
+
+    A free dim is left open.
 
     A caller does not put this call into an f-string of its own: TorchDynamo, where it leaves the
     graph inside, loses that symbolic ints before it were formatted (test_dynamic_shift_in_lockstep).
     """
     before = f"{given}, " if given else ""
-    try:
-        tensors = [x] if isinstance(x, Tensor) else split_tensors(x)[0]
-    except InputError:
-        return before + "?"
+    if isinstance(x, Tensor):
+        tensors = [x]
+    else:
+        try:
+            tensors, frame = split_tensors(x)
+        except InputError:
+            return before + "?"
+        before += ", ".join([*frame.names(), ""])
     if torch.compiler.is_compiling() and any(t.dim() for t in tensors):
         return before + shapes_of_graph(free_dim)
     return before + describe_shapes(tensors, free_dim)
