@@ -39,7 +39,7 @@ MUTATIONS = (
     ),
     (
         "a missing wait",
-        "_wire/point_to_point.py",
+        "_wire/pairwise.py",
         "    blocks[call.rank].copy_(pieces[call.rank])\n    wait(call, alike, works)\n",
         "    blocks[call.rank].copy_(pieces[call.rank])\n",
     ),
