@@ -119,7 +119,9 @@ def in_one_order(seeds):
     for seed in seeds:
         got = orders.on_rank(seed, rank, orders.Threads(), ("main",), "cuda")
         want = orders.in_one_process(seed, world, ("main",))[rank]
-        torch.testing.assert_close(got, list(want), rtol=1e-12, atol=1e-12)
+        # Chains of sines make up to 2e-10 of the last bit of an input, and a device has sines of its
+        # own. Two calls that meet each other change the first digits.
+        torch.testing.assert_close(got, list(want), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.timeout(400)
