@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import allgrad as ag
+from allgrad._wire import algorithms, watchdog
 from allgrad.errors import AllgradError
 from allgrad.testing import run_ranks
 
@@ -113,3 +114,35 @@ def test_ragged_pieces_are_no_mismatch():
     found = run_ranks(come_late_with_ragged_pieces, 3, timeout=30)
     assert [y for y, _ in found] == [[0.0, 1.0, 1.0, 2.0, 2.0, 2.0]] * 3
     assert [g for _, g in found] == [[0.0], [6.0] * 2, [12.0] * 3]
+
+
+def come_late_to_every_algorithm(late):
+    """The watchdog looks twenty times a second, and one rank comes late to every call."""
+    usual, watchdog._LOOK_EVERY = watchdog._LOOK_EVERY, 0.05
+    rank, x = dist.get_rank(), torch.ones(6)
+    ag.all_reduce(x)
+    time.sleep(1)  # the last look of the old kind
+    calls = {
+        "all_gather": lambda: ag.all_gather(torch.ones(2), sizes="equal"),
+        "reduce_scatter": lambda: ag.reduce_scatter(x, sizes="equal"),
+        "all_reduce": lambda: ag.all_reduce(x),
+        "broadcast": lambda: ag.broadcast(x, 1),
+        "reduce": lambda: ag.reduce(x, 1),
+        "all_to_all": lambda: ag.all_to_all(x, send_sizes="equal"),
+    }
+    found = []
+    for operation, entries in algorithms.TABLE.items():
+        for entry in entries:
+            if rank == late:
+                time.sleep(0.3)
+            with algorithms.using(**{operation: entry.name}):
+                found.append(calls[operation]().sum().item())
+    watchdog._LOOK_EVERY = usual
+    return found
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_late_rank_is_no_mismatch_in_any_algorithm(late):
+    found = run_ranks(come_late_to_every_algorithm, 3, late, timeout=80)
+    assert all(len(by_rank) == sum(map(len, algorithms.TABLE.values())) for by_rank in found)

@@ -62,7 +62,7 @@ def star_all_reduce(call: Call, x: Tensor, scratch: bool = False) -> Tensor:  # 
         wait(call, x, start(call, (), [(total, 1)]))
         torch.add(x, total, out=total)
     else:
-        total = _recv_stacked(call, x).sum(0, dtype=x.dtype)
+        total = _recv_stacked(call, x, x).sum(0, dtype=x.dtype)
     _send_all(call, x, [total] * call.size)
     return total
 
@@ -82,7 +82,8 @@ def star_reduce_scatter(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
     if call.rank != ROOT:
         own = x.new_empty((counts[call.rank], *x.shape[1:]))
         return _exchange_with_root(call, (x, counts), x, own)
-    blocks: Sequence[Tensor] = _recv_stacked(call, x).sum(0, dtype=x.dtype).split(counts)
+    total = _recv_stacked(call, (x, counts), x).sum(0, dtype=x.dtype)
+    blocks: Sequence[Tensor] = total.split(counts)
     _send_all(call, (x, counts), blocks)
     return blocks[ROOT].clone()  # a view would keep the whole sum alive
 
@@ -92,7 +93,7 @@ def star_all_to_all(call: Call, x: Tensor, *_: object) -> Tensor:
     out = torch.empty_like(x)
     if call.rank != ROOT:
         return _exchange_with_root(call, x, x, out)
-    blocks = _recv_stacked(call, x).view(call.size, call.size, x.numel() // call.size)
+    blocks = _recv_stacked(call, x, x).view(call.size, call.size, x.numel() // call.size)
     parts = blocks.transpose(0, 1).contiguous().view(call.size, *x.shape).unbind()
     _send_all(call, x, parts)
     return out.copy_(parts[ROOT])
@@ -104,10 +105,10 @@ def _exchange_with_root(call: Call, alike: Alike, x: Tensor, out: Tensor) -> Ten
     return out
 
 
-def _recv_stacked(call: Call, x: Tensor) -> Tensor:
+def _recv_stacked(call: Call, alike: Alike, x: Tensor) -> Tensor:
     """On the root: every rank's piece, stacked."""
     pieces = x.new_empty((call.size, *x.shape))
-    _recv_all(call, x, x, pieces.unbind())
+    _recv_all(call, alike, x, pieces.unbind())
     return pieces
 
 
