@@ -4,9 +4,10 @@ that the generator knows what every rank holds, and takes back a step without a 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
-from fuzz.fitting import LINEAR
+from fuzz.fitting import LINEAR, SAME_GRAD
 from fuzz.oracle import Oracle
 from fuzz.program import Block, Call, Change, Leaf, Local, Program, Wait, WaitInOrder
 from fuzz.proposals import propose
@@ -321,7 +322,8 @@ class Builder:
     ) -> Call | None:
         """Add a collective of ``name`` or of any variable; ``linear`` ones save nothing."""
         for _ in range(12):
-            call = propose(self, name, linear=linear, in_block=in_block)
+            call = self.repeated() if async_allowed and self.chance(0.1) else None
+            call = call or propose(self, name, linear=linear, in_block=in_block)
             if call is None:
                 continue
             if async_allowed and call.name != "gather_sizes" and self.chance(0.25):
@@ -332,6 +334,17 @@ class Builder:
                     self.describe(out, given, call)
                 return call
         return None
+
+    def repeated(self) -> Call | None:
+        """An earlier call again, with another gradient: what is kept of calls must not mix them up."""
+        earlier = [s for s in self.steps if isinstance(s, Call) and s.name in SAME_GRAD]
+        earlier = [s for s in earlier if not self.hidden.intersection(s.inputs)]
+        if not earlier or self.large:
+            return None
+        call = self.random.choice(earlier)
+        grad = "sum" if call.options.get("grad") == "same" else "same"
+        args = tuple((call.options | {"grad": grad}).items())
+        return replace(call, outs=tuple(self.fresh() for _ in call.outs), args=args, handle="")
 
     def describe(self, out: str, given: str, call: Call) -> None:
         self.from_calls.add(out)
