@@ -19,7 +19,7 @@ __all__ = ["divide", "given_sizes", "held_sizes", "partition_for"]
 def given_sizes(name: str, call: Call, sizes: Sizes, argument: str = "sizes") -> tuple[int, ...]:
     """Raise unless sizes are one whole number from 0 up for each rank."""
     assert sizes is not None
-    if isinstance(sizes, str):
+    if isinstance(sizes, str) or not hasattr(sizes, "__iter__"):
         raise SizesError(
             f'{name}: {argument}={sizes!r}.\nGive None, "equal", or one size for each rank.'
         )
