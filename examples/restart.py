@@ -1,5 +1,6 @@
 """Train with checkpoints; ranks that are started again go on from the last one.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1               (on every host, see docs/many_hosts.md)
     torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 2 --rdzv-backend c10d --rdzv-endpoint HOST0:29400
         examples/restart.py CHECKPOINT 1000                   (in one line, on every host)
 

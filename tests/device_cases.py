@@ -263,7 +263,7 @@ def split_of_the_world(device):
     world = dist.get_world_size()
     dist.all_reduce(torch.ones(1, device=device))
     # As init_process_group(device_id=) does; torch splits no other groups.
-    dist.group.WORLD.bound_device_id = torch.device(device)
+    dist.group.WORLD.bound_device_id = torch.device(device, torch.cuda.current_device())
     parts = [list(range(r, r + 2)) for r in range(0, world, 2)]
     group = dist.split_group(split_ranks=parts)
     check_group(device, group)

@@ -15,6 +15,12 @@ from allgrad.testing import Hosts, why_no_hosts
 EXAMPLE = Path(__file__).parents[2] / "examples" / "restart.py"
 STEPS = 1500
 RANKS_PER_HOST = 2 if os.environ.get("ALLGRAD_ALL") else 1
+SETTINGS = {
+    "GLOO_SOCKET_IFNAME": "eth0",
+    "OMP_NUM_THREADS": "1",
+    # A store for each attempt: in a shared one a rank can read the address of a killed rank.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
 
 
 def launch(hosts, host, checkpoint, output):
@@ -27,7 +33,7 @@ def launch(hosts, host, checkpoint, output):
         hosts.command(host, [*launcher, str(EXAMPLE), str(checkpoint), str(STEPS)]),
         stdout=output,
         stderr=subprocess.STDOUT,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **SETTINGS},
         start_new_session=True,
     )
 
