@@ -4,7 +4,14 @@ import pytest
 import torch
 
 import allgrad as ag
-from allgrad.losses import _column_sums, _key_blocks, clip_loss, info_nce_loss, siglip_loss
+from allgrad.losses import (
+    _column_sums,
+    _key_blocks,
+    _whole_pass,
+    clip_loss,
+    info_nce_loss,
+    siglip_loss,
+)
 from allgrad.losses._tiles import torch as torch_tiles
 from counting import Counted
 from exactness import place
@@ -14,7 +21,8 @@ from places import on
 TIGHT = {"rtol": 1e-10, "atol": 1e-14}
 
 
-def check(group, name, kind, grad_reduction="mean", tile=None, **more):
+def check(group, name, kind, grad_reduction="mean", tile=None, small=False, **more):
+    """``small`` batches are computed whole by every rank; without it, ranks share the work."""
     loss, formula, options = LOSSES[name]
     rank, world = place(group)
     counts = PAIRS[kind][:world]
@@ -24,6 +32,8 @@ def check(group, name, kind, grad_reduction="mean", tile=None, **more):
 
     given = batch(name, counts, rank)
     with pytest.MonkeyPatch.context() as patch:
+        if not small:
+            patch.setattr(_whole_pass, "SMALL_UP_TO", 0)
         if tile is not None:
             patch.setattr(torch_tiles, "CPU_TILE", tile)
             patch.setitem(torch_tiles.KEPT_SCORES, "cpu", 0)
@@ -57,6 +67,19 @@ def test_ragged_and_empty_batches(rank, world, kind):
     for name in LOSSES:
         check(None, name, kind)
         check(None, name, kind, grad_reduction="sum")
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.ranks(2, 3, 4)
+def test_small_batches_are_computed_whole_in_two_calls(rank, world, kind):
+    for name, (loss, _, options) in LOSSES.items():
+        check(None, name, kind, small=True)
+        check(None, name, kind, small=True, grad_reduction="sum")
+        if not options and "negatives" not in name:
+            counts = PAIRS[kind][:world]
+            with Counted() as calls:
+                loss(*batch(name, counts, rank), sizes=counts).backward()
+            assert calls == ["all_gather", "all_reduce"], (name, calls)
 
 
 @pytest.mark.parametrize("kind", ["ragged", "empty"])
@@ -105,6 +128,7 @@ def test_sizes_given_spare_a_message(rank, world):
 def test_a_step_makes_three_collective_calls(rank, world, kept):
     """Keys; sums with the loss; gradients of keys with the weight of the loss."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_whole_pass, "SMALL_UP_TO", 0)
         if not kept:
             patch.setitem(torch_tiles.KEPT_SCORES, "cpu", 0)
         for name, (loss, _, options) in LOSSES.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from numbers import Real
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from allgrad._core.torch_internals import functorch_active, transform_names
 from allgrad.errors import InputError
 from allgrad.losses._config import LossConfig
+from allgrad.losses._config_cache import recall, remember, signature
 from allgrad.losses._engine import contrastive_loss
 from allgrad.losses._handshake import exchange_args
 from allgrad.losses._key_blocks import KeyLayout
@@ -63,30 +65,38 @@ def global_loss(
     if functorch_active() and "Vmap" in transform_names():
         raise no_vmap(name)
     numbers = {key: _as_tensor(x) for key, x in scalars.items()}
-    batch = exchange_args(
-        name,
-        features,
-        numbers,
-        kind=kind,
-        options=f"{name} {label_smoothing!r} {grad_reduction!r} {ring!r} {budget!r}",
-        needs=_grad_needs([*features.values()], [*numbers.values()]),
-        sizes=sizes,
-        group=group,
-    )
-    _check_options(name, label_smoothing, grad_reduction)
-    config = LossConfig(
-        name,
-        kind,
-        KeyLayout(batch.rank, batch.keys, group),
-        batch.pairs,
-        label_smoothing=float(label_smoothing),
-        grad_reduction=grad_reduction,
-        needs_key_grad=GradNeeds.KEYS in batch.needs,
-        needs_grad=GradNeeds.ANY in batch.needs,
-        ring=ring,
-        budget=budget,
-    )
-    q, *keys = (x for x in features.values() if x is not None)
+    given = [*features.values()]
+    # The numbers of further keys are found out in each call.
+    known = len(given) == 2 or given[2] is None
+    options = label_smoothing, grad_reduction, ring, budget
+    key = signature(name, group, sizes, (*given, *numbers.values()), *options) if known else None
+    config = recall(key)
+    if config is None:
+        batch = exchange_args(
+            name,
+            features,
+            numbers,
+            kind=kind,
+            options=f"{name} {label_smoothing!r} {grad_reduction!r} {ring!r} {budget!r}",
+            needs=_grad_needs(given, [*numbers.values()]),
+            sizes=sizes,
+            group=group,
+        )
+        _check_options(name, label_smoothing, grad_reduction)
+        config = LossConfig(
+            name,
+            kind,
+            KeyLayout(batch.rank, batch.keys, group),
+            batch.pairs,
+            label_smoothing=float(label_smoothing),
+            grad_reduction=grad_reduction,
+            needs_key_grad=GradNeeds.KEYS in batch.needs,
+            needs_grad=GradNeeds.ANY in batch.needs,
+            ring=ring,
+            budget=budget,
+        )
+        remember(key, config)
+    q, *keys = (x for x in given if x is not None)
     k = keys[0] if len(keys) == 1 else torch.cat([x.flatten(0, -2) for x in keys])
     scale, *others = numbers.values()
     assert scale is not None
@@ -94,8 +104,13 @@ def global_loss(
 
 
 def _as_tensor(x: Tensor | float | None) -> Tensor | None:
+    return _constant(float(x)) if isinstance(x, Real) else x  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=64)
+def _constant(x: float) -> Tensor:
     # Float64, so that a Python float is not rounded before it multiplies float64 features.
-    return torch.tensor(float(x), dtype=torch.float64) if isinstance(x, Real) else x  # type: ignore[return-value]
+    return torch.tensor(x, dtype=torch.float64)
 
 
 def _grad_needs(features: list[Tensor | None], scalars: list[Tensor | None]) -> GradNeeds:

@@ -66,6 +66,8 @@ def contrastive_loss(
 def _number(x: Tensor, q: Tensor) -> Tensor:
     """A scale or bias on the features' device, in the accumulators' dtype."""
     dtype = accumulator_dtype(q.dtype)
+    if x.dtype is dtype and not x.dim() and x.device == q.device:
+        return x
     if q.is_cuda and not x.is_cuda and not x.requires_grad:
         return torch.full((), float(x), device=q.device, dtype=dtype)  # a copy would wait
     return x.reshape(()).to(q.device, dtype)

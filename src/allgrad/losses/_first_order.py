@@ -2,6 +2,7 @@
 
 | scores of a rank | way |
 |---|---|
+| of all ranks very few, CPU | every rank computes all of them, and its gradients (_whole_pass) |
 | few enough to keep, CUDA | one matrix product and fused kernels (_fused_pass) |
 | few enough to keep | one tile in plain torch (_score_pass) |
 | more, or keys around a ring | many tiles, computed again in backward (_score_pass) |
@@ -21,6 +22,7 @@ from allgrad.losses._config import Sums
 from allgrad.losses._fused_pass import FusedPass, has_fused_kernels, kept_scores
 from allgrad.losses._key_blocks import GatheredKeys, KeyBlock, key_blocks, needs_ring
 from allgrad.losses._score_pass import ScorePass
+from allgrad.losses._whole_pass import is_small, loss_and_gradients, times_weight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,6 +92,9 @@ def keeps_scores(config: LossConfig, q: Tensor, *, ring: bool) -> bool:
 
 def loss_value(config: LossConfig, x: Inputs, needed: Sequence[bool]) -> tuple[Tensor, Kept]:
     """The loss, and what its gradients need."""
+    if is_small(config, x.q):
+        loss, gradients = loss_and_gradients(config, *x, needed)
+        return loss, Kept(prepared=gradients)
     ring = needs_ring(config.layout, x.k, config.budget, config.ring)
     keys = key_blocks(config.layout, x.k, ring=ring)
     joined = keys.block.k if isinstance(keys, GatheredKeys) else None
@@ -116,6 +121,8 @@ def first_gradients(
     if kept.prepared is not None:
         if weight is not None:
             by_loss = all_reduce(weight, group=config.layout.group, grad="none")
+        if is_small(config, x.q):
+            return times_weight(config, kept.prepared, by_loss, x.scale, dtype)
         return _times(kept.prepared, by_loss, dtype)
     assert kept.sums is not None
     ring = kept.joined is None
