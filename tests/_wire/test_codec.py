@@ -34,6 +34,8 @@ def call_spec(chance):
         -1,
         "call(é)",
         "a.py:3",
+        chance.randrange(99),
+        chance.randrange(-1, 9),
         counts,
         counts,
     ).encode(RANKS)

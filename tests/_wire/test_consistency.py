@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 import allgrad as ag
+from allgrad._wire import consistency
+from allgrad._wire.consistency import CallSpec
 from allgrad.testing import run_ranks
 
 
@@ -73,3 +75,39 @@ def test_names_in_a_nest_are_compared():
         assert "x['a']" in told
         assert "x['b']" in told
         assert total == 2.0
+
+
+def exchange_other_counts(with_counts):
+    """Rank 2 expects three rows of rank 0, which sends two; then all counts fit."""
+    rank, mine = dist.get_rank(), torch.arange(4.0) + 10 * dist.get_rank()
+    receive = [[1, 1, 1], [1, 1, 1], [2, 2, 2]][rank]
+    wrong = [3, 2, 2] if rank == 2 else receive
+    before, consistency._WITH_COUNTS = consistency._WITH_COUNTS, with_counts
+    told = ""
+    try:
+        with ag.checked():
+            try:
+                ag.all_to_all(mine, send_sizes=[1, 1, 2], recv_sizes=wrong)
+            except ag.errors.CollectiveMismatch as error:
+                told = str(error)
+            found = ag.all_to_all(mine, send_sizes=[1, 1, 2], recv_sizes=receive)
+            even = ag.all_to_all(mine[:3], send_sizes="equal")
+    finally:
+        consistency._WITH_COUNTS = before
+    return told, found.tolist(), even.tolist()
+
+
+@pytest.mark.parametrize("with_counts", [64, 0], ids=["in one message", "in messages of their own"])
+def test_counts_of_an_exchange_are_compared(with_counts):
+    for rank, (told, found, even) in enumerate(run_ranks(exchange_other_counts, 3, with_counts)):
+        (marked,) = [line for line in told.splitlines() if "<-" in line]
+        assert marked.lstrip().startswith("rank 2:")
+        assert marked.endswith("<- expects 3 from rank 0, which sends 2")
+        own = [[rank + 10 * source] for source in range(3)]
+        blocks = own if rank < 2 else [[2 + 10 * source, 3 + 10 * source] for source in range(3)]
+        assert found == [float(value) for block in blocks for value in block]
+        assert even == [float(value) for (value,) in own]
+
+
+def test_messages_of_large_groups_do_not_grow():
+    assert CallSpec.words(64) == CallSpec.words(16384) + 128

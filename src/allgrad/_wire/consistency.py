@@ -1,18 +1,25 @@
 """Checked mode: before each wire call the ranks agree on what they are about to do.
 
-Each rank sends every other one message, whose length depends on the number of ranks alone, so that
+Each rank gives every other one message, whose length depends on the number of ranks alone, so that
 it arrives whatever the ranks disagree on. Behind the codec's header it has: how many calls this
-rank has made on this group, the operation (or "raised"), dtype, elements, src or dst + 1, the call
-with its details, the line of the program, counts sent to each rank, counts received from each.
+rank has made on this group, the operation (or "raised"), dtype, elements, src or dst + 1, a digest
+of sizes that all ranks must have; then the blocks of an all_to_all: their one size + 1, or 0, and in
+small groups counts sent to each rank and received from each; then the call with its details, and the
+line of the program.
+
+Where all messages are alike, none is decoded. In large groups, counts of an all_to_all that are not
+all one size follow in a message of their own: each rank compares what concerns it, and tells.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import threading
 import weakref
+from array import array
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -23,11 +30,14 @@ from allgrad._core import call_queue
 from allgrad._wire import diagnosis, eager, observers
 from allgrad._wire import primitives as wire
 from allgrad._wire.calls import call_site, describe_calls
-from allgrad._wire.codec import DTYPES, Reader, Writer
+from allgrad._wire.codec import DTYPES, HEADER_WORDS, Reader, Writer
+from allgrad._wire.groups import Backend
 from allgrad.errors import CollectiveMismatch, ModeError, rank_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
+
+    from torch import Tensor
 
     from allgrad._wire.calls import Call
     from allgrad._wire.primitives import WireCall
@@ -35,6 +45,8 @@ if TYPE_CHECKING:
 __all__ = ["CallSpec", "checked", "is_checking", "report_failure"]
 
 _TEXT = 512  # bytes of each text at most
+_BLOCK = HEADER_WORDS + 6  # the word with the size of an all_to_all's blocks; counts follow
+_WITH_COUNTS = 64  # ranks of a group whose messages have all counts
 _OPERATIONS = (
     *("raised", "all_reduce", "broadcast", "reduce"),
     *("all_to_all", "all_gather", "reduce_scatter"),
@@ -43,7 +55,11 @@ _OPERATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class CallSpec:
-    """What one rank is about to do."""
+    """What one rank is about to do.
+
+    ``sizes``: digest of counts that are the same on every rank. ``block``: the size of all blocks of
+    an all_to_all, -1 if they have several. ``send``, ``receive``: its counts, in small groups.
+    """
 
     number: int
     operation: str
@@ -52,21 +68,23 @@ class CallSpec:
     root: int
     call: str
     site: str
-    send: tuple[int, ...]
-    receive: tuple[int, ...]
+    sizes: int = 0
+    block: int = -1
+    send: tuple[int, ...] = ()
+    receive: tuple[int, ...] = ()
 
     @staticmethod
     def words(ranks: int) -> int:
         """How long a message is."""
-        return 9 + 2 * _TEXT // 8 + 2 * ranks
+        return _BLOCK + 3 + 2 * _TEXT // 8 + _counts(ranks)
 
     def encode(self, ranks: int) -> list[int]:
         writer = Writer("check")
         writer.number(self.number)
         writer.choice(self.operation, _OPERATIONS)
         writer.dtype(self.dtype)
-        writer.number(self.elements, self.root + 1)
-        writer.number(*(self.send or (0,) * ranks), *(self.receive or (0,) * ranks))
+        writer.number(self.elements, self.root + 1, self.sizes, self.block + 1)
+        writer.number(*((*self.send, *self.receive) or (0,) * _counts(ranks)))
         writer.text(self.call, _TEXT)
         writer.text(self.site, _TEXT)
         return writer.padded(self.words(ranks))
@@ -78,12 +96,21 @@ class CallSpec:
         number, operation = reader.number(), reader.choice(_OPERATIONS)
         dtype = DTYPES[reader.number(0, len(DTYPES) - 1)]
         elements, root = reader.number(), reader.number(0, ranks) - 1
-        send, receive = reader.numbers(ranks), reader.numbers(ranks)
+        sizes, block = reader.number(), reader.number() - 1
+        counts = reader.numbers(_counts(ranks))
+        half = len(counts) // 2
+        by_rank = (counts[:half], counts[half:]) if any(counts) else ((), ())
         call, site = reader.text(_TEXT), reader.text(_TEXT)
-        return CallSpec(number, operation, dtype, elements, root, call, site, send, receive)
+        about = number, operation, dtype, elements, root, call, site
+        return CallSpec(*about, sizes, block, *by_rank)
 
     def __str__(self) -> str:
         return f"{self.call}   {self.site}"
+
+
+def _counts(ranks: int) -> int:
+    """How many counts a message has."""
+    return 2 * ranks if ranks <= _WITH_COUNTS else 0
 
 
 class _State:
@@ -158,15 +185,30 @@ def _agree_first(call: Call, planned: WireCall) -> Generator[None]:
             planned.root,
             f"{_backward_of(call.serial)}{text}" if in_backward else text,
             site or now,
-            tuple(planned.send),
-            tuple(planned.receive),
+            *_blocks(call, planned),
         )
         try:
-            _agree(call, mine, planned.device)
+            _agree(call, mine, planned.device, planned)
         except CollectiveMismatch as error:
             observers.refuse(call, planned, error)
             raise
         yield
+
+
+def _blocks(call: Call, planned: WireCall) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    """What a message tells of counts: digest, one size, counts sent and received."""
+    send, receive = planned.send, planned.receive
+    if planned.operation != "all_to_all":
+        return _digest(send) if send else 0, -1, (), ()
+    n = send[0]
+    alike = list(send).count(n) == len(send) and list(receive).count(n) == len(receive)
+    by_rank = (tuple(send), tuple(receive)) if _counts(call.size) else ((), ())
+    return 0, n if alike else -1, *by_rank
+
+
+def _digest(counts: Sequence[int]) -> int:
+    found = hashlib.blake2b(array("q", counts).tobytes(), digest_size=8).digest()
+    return int.from_bytes(found, "little") >> 1
 
 
 _BACKWARD = "backward of "
@@ -196,28 +238,74 @@ def report_failure(call: Call, error: BaseException) -> None:
     """Answer the other ranks' next check with the error that ended this one."""
     text = f"{type(error).__name__}: {error}"
     number = _STATE.calls.get(call.group, 0)
-    mine = CallSpec(number, "raised", torch.int64, 0, -1, text, call_site(), (), ())
+    mine = CallSpec(number, "raised", torch.int64, 0, -1, text, call_site())
     with _STATE.lock(call):
         _agree(call, mine, torch.device("cpu"))
 
 
-def _agree(call: Call, mine: CallSpec, device: torch.device) -> None:
-    length = CallSpec.words(call.size)
+def _agree(
+    call: Call, mine: CallSpec, device: torch.device, planned: WireCall | None = None
+) -> None:
     row = torch.tensor(mine.encode(call.size), dtype=torch.int64)
-    rows = row.repeat(call.size).to(call.group.message_device(device))
-    received = eager.all_to_all_equal(call, rows).tolist()
-    specs = [
-        CallSpec.decode(received[rank * length : (rank + 1) * length], call.size, rank)
-        for rank in range(call.size)
-    ]
-    _STATE.calls[call.group] = max(spec.number for spec in specs) + 1
-    raised = [rank for rank, spec in enumerate(specs) if spec.operation == "raised"]
-    if raised:
-        if mine.operation != "raised":
-            raise diagnosis.raised_on(call, raised[0], specs[raised[0]].call)
-        return
-    _compare(call, specs)
-    diagnosis.remember_agreed(call, [str(spec) for spec in specs])
+    rows = _gathered(call, row, device)
+    different = rows != row
+    different[:, _BLOCK : _BLOCK + 1 + _counts(call.size)] = False
+    if not different.any() and mine.operation != "raised":
+        _STATE.calls[call.group] = mine.number + 1
+        by_rank = [str(mine)] * call.size
+        specs = None
+    else:
+        specs = [CallSpec.decode(words, call.size, r) for r, words in enumerate(rows.tolist())]
+        _STATE.calls[call.group] = max(spec.number for spec in specs) + 1
+        raised = [rank for rank, spec in enumerate(specs) if spec.operation == "raised"]
+        if raised:
+            if mine.operation != "raised":
+                raise diagnosis.raised_on(call, raised[0], specs[raised[0]].call)
+            return
+        _compare(call, specs)
+        by_rank = [str(spec) for spec in specs]
+    if planned is not None and mine.operation == "all_to_all":
+        marks = _misfits(call, rows, planned, device)
+        if marks:
+            raise _mismatch(call, specs or [mine] * call.size, marks)
+    diagnosis.remember_agreed(call, by_rank)
+
+
+def _gathered(call: Call, row: Tensor, device: torch.device) -> Tensor:
+    """Every rank's row. On Gloo copies are faster; elsewhere they would connect all with all."""
+    counts, own = (len(row),) * call.size, row.to(call.group.message_device(device))
+    gloo = call.group.backend(own.device) is Backend.GLOO
+    gather = eager.all_gather_by_copies if gloo else eager.all_gather
+    return gather(call, own, counts).cpu().view(call.size, len(row))
+
+
+def _misfits(call: Call, rows: Tensor, planned: WireCall, device: torch.device) -> dict[int, str]:
+    """Ranks to which some rank sends another number of elements than they expect."""
+    blocks = rows[:, _BLOCK]
+    if int(blocks[0]) and bool((blocks == blocks[0]).all()):
+        return {}
+    size = call.size
+    if _counts(size):
+        counts = rows[:, _BLOCK + 1 :]
+        sent, expected = counts[:, :size].t(), counts[:, size : 2 * size]
+        wrong = (sent != expected).nonzero().tolist()
+        found = [
+            (to, source, int(sent[to, source]), int(expected[to, source])) for to, source in wrong
+        ]
+    else:
+        where = call.group.message_device(device)
+        by_rank = torch.tensor(planned.send, dtype=torch.int64).to(where)
+        coming = eager.all_to_all_equal(call, by_rank).cpu()
+        expected = torch.tensor(planned.receive, dtype=torch.int64)
+        own = (coming != expected).nonzero().flatten().tolist()[-1:]
+        told = [(source, int(coming[source]), int(expected[source])) for source in own]
+        verdict = torch.tensor(told[0] if told else (-1, 0, 0), dtype=torch.int64)
+        verdicts = _gathered(call, verdict, device).tolist()
+        found = [(to, *told) for to, told in enumerate(verdicts) if told[0] >= 0]
+    return {
+        to: f"expects {expects} from rank {source}, which sends {sends}"
+        for to, source, sends, expects in found
+    }
 
 
 _COMPARED: tuple[tuple[Callable[[CallSpec], object], str], ...] = (
@@ -227,7 +315,7 @@ _COMPARED: tuple[tuple[Callable[[CallSpec], object], str], ...] = (
     (lambda s: s.dtype, "another dtype"),
     (lambda s: s.root, "another src or dst"),
     (lambda s: s.elements, "another shape"),
-    (lambda s: s.send if s.operation in {"all_gather", "reduce_scatter"} else (), "other sizes"),
+    (lambda s: s.sizes, "other sizes"),
     # Not from where backward came: a call that waits behind async ones runs on another thread.
     (lambda s: s.site.partition(", from ")[0] if _STATE.compare_sites else "", "another line"),
 )
@@ -241,15 +329,6 @@ def _compare(call: Call, specs: list[CallSpec]) -> None:
             usual = Counter(values).most_common(1)[0][0]
             odd = {rank: words for rank, one in enumerate(values) if one != usual}
             raise _mismatch(call, specs, odd)
-    if specs[0].operation == "all_to_all":
-        marks = {
-            b: f"expects {specs[b].receive[a]} from rank {a}, which sends {specs[a].send[b]}"
-            for a in range(len(specs))
-            for b in range(len(specs))
-            if specs[a].send[b] != specs[b].receive[a]
-        }
-        if marks:
-            raise _mismatch(call, specs, marks)
 
 
 def _mismatch(call: Call, specs: Sequence[CallSpec], marks: dict[int, str]) -> CollectiveMismatch:

@@ -60,7 +60,7 @@ _LOST = (
     *("no route to host", "unreachable", "network is down"),
 )
 
-_last_agreed: dict[tuple[str, int], str] = {}
+_last_agreed: dict[str, Sequence[str]] = {}  # by group, then by rank
 _published = False
 
 
@@ -84,9 +84,7 @@ def _register(store: Any, rank: int) -> None:
 
 def remember_agreed(call: Call, by_rank: Sequence[str]) -> None:
     """Keep what the ranks last agreed on, to show it for one that does not come again."""
-    name = call.group.name
-    for rank, text in enumerate(by_rank):
-        _last_agreed[name, rank] = text
+    _last_agreed[call.group.name] = by_rank
 
 
 def publish_failure(error: BaseException) -> None:
@@ -276,8 +274,8 @@ def _present(call: Call, store: Any) -> dict[int, tuple[float, str, str]]:
 
 def _about(call: Call, store: Any, rank: int) -> str:
     """What is known of a rank that does not answer."""
-    last = _last_agreed.get((call.group.name, rank))
-    after = f"; last agreed on {last}" if last else ""
+    last = _last_agreed.get(call.group.name)
+    after = f"; last agreed on {last[rank]}" if last else ""
     key = f"allgrad/who/{rank}"
     if not store.check([key]):
         return "has not used this group yet" + after
