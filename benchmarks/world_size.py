@@ -1,10 +1,12 @@
 """Host time and memory of every call by the number of ranks, on torch's fake backend, which sends nothing.
 
 One process believes in W ranks; what is measured is the Python and C++ work of a call on the host.
-Every row beside the raw call of torch.distributed and its differentiable versions, in one run. A
-sample is the last of three calls in a row: a call before it that touches megabytes, as a raw
-all_gather among thousands of ranks does, would leave the caches cold for the next row. Memory is the
-peak of Python's own allocations in a call (tracemalloc): its bookkeeping, not tensors.
+Every row beside the raw call of torch.distributed and its differentiable versions, in one run. "raw,
+in autograd" is the raw call inside an autograd.Function that does nothing else: what a call costs that
+can be differentiated at all. A sample is the last of at least three calls in a row, which take at least
+a millisecond: a call before them that touches megabytes, as a raw all_gather among thousands of ranks
+does, leaves the caches cold. Memory is the peak of Python's own allocations in a call (tracemalloc): its
+bookkeeping, not tensors.
 
     python benchmarks/world_size.py [--worlds 8,512,4096,16384] [--repeats 31] [--json FILE]
 """
@@ -18,7 +20,7 @@ import time
 import tracemalloc
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +33,61 @@ from allgrad._core.torch_internals import functional_collectives
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
+
 ROWS, WIDTH = 2, 4
-IN_A_ROW = 3
+IN_A_ROW, SECONDS_IN_A_ROW = 3, 1e-3
+ANCHOR = torch.empty(0, requires_grad=True)
+
+
+class InAutograd(torch.autograd.Function):
+    """A function of a tensor, made differentiable in the shortest way; never run backward."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:  # noqa: ARG004
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, None, Tensor]:  # noqa: ARG004
+        return None, None, g
+
+
+def raw_exchange(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x)
+    return out
+
+
+def raw_sum(x: Tensor) -> Tensor:
+    out = x.clone()
+    dist.all_reduce(out)
+    return out
+
+
+def raw_broadcast(x: Tensor) -> Tensor:
+    out = x.clone()
+    dist.broadcast(out, 0)
+    return out
+
+
+def raw_reduce(x: Tensor) -> Tensor:
+    out = x.clone()
+    dist.reduce(out, 0)
+    return out
+
+
+def in_autograd(run: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], object]:
+    return lambda: InAutograd.apply(ANCHOR, run, x)
+
+
+def checked(call: Callable[[], object]) -> Callable[[], object]:
+    """The call with what the ranks agree on before it; the block itself costs nothing."""
+
+    def run() -> object:
+        with ag.checked():
+            return call()
+
+    return run
 
 
 def calls(world: int) -> dict[str, Callable[[], object]]:
@@ -64,7 +119,8 @@ def calls(world: int) -> dict[str, Callable[[], object]]:
         "reduce_scatter: sizes given": lambda: ag.reduce_scatter(whole, sizes=ones),
         "reduce_scatter: found out": lambda: ag.reduce_scatter(whole),
         "reduce_scatter: functional": lambda: scattered(whole, "sum", 0, group).wait(),
-        "all_to_all: raw": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
+        "all_to_all: raw": lambda: raw_exchange(whole),
+        "all_to_all: raw, in autograd": in_autograd(raw_exchange, whole),
         "all_to_all: raw, sizes": lambda: dist.all_to_all_single(
             torch.empty_like(whole), whole, ones, ones
         ),
@@ -72,13 +128,16 @@ def calls(world: int) -> dict[str, Callable[[], object]]:
         "all_to_all: sizes given": lambda: ag.all_to_all(whole, send_sizes=ones, recv_sizes=ones),
         "all_to_all: found out": lambda: ag.all_to_all(whole),
         "all_to_all: nn": lambda: nn.all_to_all_single(torch.empty_like(whole), whole),
-        "all_reduce: raw": lambda: dist.all_reduce(x.clone()),
+        "all_reduce: raw": lambda: raw_sum(x),
+        "all_reduce: raw, in autograd": in_autograd(raw_sum, x),
         "all_reduce": lambda: ag.all_reduce(x),
         "all_reduce: nn": lambda: nn.all_reduce(x),
-        "broadcast: raw": lambda: dist.broadcast(x.clone(), 0),
+        "broadcast: raw": lambda: raw_broadcast(x),
+        "broadcast: raw, in autograd": in_autograd(raw_broadcast, x),
         "broadcast": lambda: ag.broadcast(x),
         "broadcast: nn": lambda: nn.broadcast(x, 0),
-        "reduce: raw": lambda: dist.reduce(x.clone(), 0),
+        "reduce: raw": lambda: raw_reduce(x),
+        "reduce: raw, in autograd": in_autograd(raw_reduce, x),
         "reduce": lambda: ag.reduce(x),
         "gather: raw, list": lambda: dist.gather(x, list(joined.split(ROWS))),
         "gather: equal": lambda: ag.gather(x, sizes="equal"),
@@ -94,6 +153,11 @@ def calls(world: int) -> dict[str, Callable[[], object]]:
         "share": lambda: ag.share(x),
         "split: equal": lambda: ag.split(whole, sizes="equal"),
         "gather_sizes": lambda: ag.gather_sizes(x),
+        "all_reduce: checked": checked(lambda: ag.all_reduce(x)),
+        "all_gather: equal, checked": checked(lambda: ag.all_gather(x, sizes="equal")),
+        "all_gather: found out, checked": checked(lambda: ag.all_gather(x)),
+        "all_to_all: equal, checked": checked(lambda: ag.all_to_all(whole, send_sizes="equal")),
+        "all_to_all: found out, checked": checked(lambda: ag.all_to_all(whole)),
     }
 
 
@@ -105,10 +169,13 @@ def measure(world: int, repeats: int) -> dict[str, tuple[float, float]]:
         samples: dict[str, list[float]] = {name: [] for name in made}
         for turn in range(repeats + 1):
             for name, call in made.items():
-                for _ in range(IN_A_ROW):
+                first = began = time.perf_counter()
+                in_a_row = 0
+                while in_a_row < IN_A_ROW or began - first < SECONDS_IN_A_ROW:
                     began = time.perf_counter()
                     call()
                     took = time.perf_counter() - began
+                    in_a_row += 1
                 if turn:
                     samples[name].append(took)
         return {

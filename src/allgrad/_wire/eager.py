@@ -68,9 +68,18 @@ _SUMS, _EXCHANGES = _options(dist.AllreduceOptions), _options(dist.AllToAllOptio
 
 @lru_cache(maxsize=1024)
 def _broadcasts(src: int) -> tuple[Any, Any]:
-    both = _options(dist.BroadcastOptions)
+    return _rooted(dist.BroadcastOptions, src)
+
+
+@lru_cache(maxsize=1024)
+def _reduces(dst: int) -> tuple[Any, Any]:
+    return _rooted(dist.ReduceOptions, dst)
+
+
+def _rooted(kind: Any, root: int) -> tuple[Any, Any]:
+    both = _options(kind)
     for options in both:
-        options.rootRank = src
+        options.rootRank = root
     return both
 
 
@@ -111,8 +120,7 @@ def start_overwriting(call: Call, x: Tensor, src: int) -> Callable[[], None]:
 
 def reduce(call: Call, x: Tensor, dst: int) -> Tensor:
     out = x.clone()  # backends overwrite the input, also off dst
-    reduce_into = partial(dist.reduce, out, group_dst=dst, group=call.group.process_group)
-    _run(call, lambda later: reduce_into(async_op=later))
+    _call(call, "reduce", _reduces(dst), [out])
     return out if call.rank == dst else torch.zeros_like(x)
 
 
