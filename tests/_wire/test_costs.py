@@ -263,11 +263,13 @@ def test_sizes_reach_every_algorithm():
     }
 
 
-def test_with_a_core_for_each_rank_an_exchange_is_pairwise_at_once():
+def test_with_a_core_for_each_rank_an_exchange_is_pairwise_with_receives_first():
     free = Topology(((0, 1, 2, 3),), ("a",), (1, 2, 3, 4), crowded=False)
     for nbytes in (1 << 12, 1 << 18, 1 << 22):
         about = "all_to_all", Backend.GLOO, True, 4, nbytes, 4 * nbytes
-        assert algorithms.choose(algorithms.Situation(*about, topology=free)).name == "pairwise"
+        assert (
+            algorithms.choose(algorithms.Situation(*about, topology=free)).name == "receives_first"
+        )
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from allgrad._core.partition import even
-from allgrad._wire import pairwise
 from allgrad._wire.hosts import find_topology
 from allgrad._wire.messages import exchange, start, wait
 from allgrad._wire.point_to_point import (
@@ -35,10 +34,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from allgrad._wire.calls import Call
-    from allgrad._wire.pairwise import Peers
     from allgrad._wire.topology import Topology
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter"]
 
 CARRIED = 256 << 10  # bytes of a sum for each rank of a host that carries some of it
 SEGMENT = 4 << 20  # bytes of a sum that go through its stages together
@@ -116,18 +114,6 @@ def all_reduce(call: Call, x: Tensor, scratch: bool = False) -> Tensor:
     ]
     _run_in_pipeline(segments)
     return out
-
-
-def all_to_all(  # noqa: PLR0917
-    call: Call,
-    x: Tensor,
-    send: Sequence[int],
-    receive: Sequence[int],
-    equal: bool = False,
-    peers: Peers = None,
-) -> Tensor:
-    """Block ``r`` to rank ``r``, all at once: every byte crosses once, in both directions together."""
-    return pairwise.all_to_all(call, x, send, receive, equal, peers, exchange)
 
 
 def broadcast(call: Call, x: Tensor, src: int) -> Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from allgrad._wire.messages import start, wait
+from allgrad._wire.messages import exchange, start, wait
 from allgrad._wire.point_to_point import _around, _reduce_own_block
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ __all__ = [
     "all_gather",
     "all_to_all",
     "all_to_all_in_turns",
+    "all_to_all_receives_first",
     "reduce_scatter",
     "stacked_reduce_scatter",
 ]
@@ -68,6 +69,18 @@ def all_to_all(  # noqa: PLR0917
     blocks = x.split(send), out.split(receive)
     _exchange(call, (x, send, receive), *blocks, peers, group.exchanges, post)
     return out
+
+
+def all_to_all_receives_first(  # noqa: PLR0917
+    call: Call,
+    x: Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    equal: bool = False,
+    peers: Peers = None,
+) -> Tensor:
+    """The same with every receive announced before anything is sent."""
+    return all_to_all(call, x, send, receive, equal, peers, exchange)
 
 
 def all_to_all_in_turns(call: Call, x: Tensor, *_: object) -> Tensor:
