@@ -145,14 +145,14 @@ def cut_in_checked_calls(fault):
 
 
 @scenario(cut_meanwhile)
-def cut_in_a_call_of_the_backend(fault):
-    """The link is cut in an exchange by the backend's own call."""
-    x = torch.ones(LARGE)
-    sizes = [LARGE // 4] * 4
+def cut_in_an_exchange(fault):
+    """The link is cut in an exchange of unequal blocks."""
+    sent = [LARGE // 4 + rank for rank in range(4)]
+    x, received = torch.ones(sum(sent)), [sent[dist.get_rank()]] * 4
     with ag.deadline(SECONDS):
         fault()
         for _ in range(9):
-            ag.all_to_all(x, send_sizes=sizes, recv_sizes=sizes)
+            ag.all_to_all(x, send_sizes=sent, recv_sizes=received)
 
 
 @scenario(nothing, expect=(["exact"], ["exact"]), rate="1mbit")
@@ -199,9 +199,12 @@ def run_scenario(name, folder):
     began = time.monotonic()
 
     def fault():
+        # No rank goes on, with its deadline running, before all are here: one may be slow to start.
         nonlocal began
         Path(folder, f"{rank}.ready").touch()
-        while scenario.before_next_call and not Path(folder, "fault").exists():
+        while len(list(Path(folder).glob("*.ready"))) < dist.get_world_size() or (
+            scenario.before_next_call and not Path(folder, "fault").exists()
+        ):
             time.sleep(0.01)
         began = time.monotonic()
 
