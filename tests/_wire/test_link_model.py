@@ -73,7 +73,9 @@ def test_a_slow_link_between_hosts_decides():
     flat = next(e for e in algorithms.TABLE["all_gather"] if e.name == "pairwise")
     chosen = predict(s, slow)
     assert chosen.algorithm == "across_hosts"
-    assert chosen.seconds == pytest.approx(8 * (1 << 20) / 25e6, rel=0.02)  # 4 in, 4 out
+    assert chosen.seconds == pytest.approx(
+        4 * (1 << 20) / 25e6, rel=0.03
+    )  # 4 in, and 4 out meanwhile
     assert predict(s, slow, flat).seconds > 3 * chosen.seconds
 
 

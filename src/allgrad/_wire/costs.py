@@ -28,7 +28,8 @@ class Cost(NamedTuple):
     local: bytes that it reads and writes in its own memory, to copy and to add.
     memory: bytes that it allocates, the result included.
     calls: calls of the backend; none where we send and receive ourselves.
-    between: bytes that go over the link of the busiest host, in and out, where hosts are several.
+    between: bytes that go over the link of the busiest host, where hosts are several: in its busier
+        direction, or in both where one follows the other.
     """
 
     steps: float
@@ -113,7 +114,7 @@ def linear_reduce(s: Situation) -> Cost:
 def _exchange(s: Situation, block: float, local: float, memory: float, *, calls: int = 0) -> Cost:
     """A block from every rank to every other."""
     others = s.ranks - 1
-    between = 2 * _local(s) * _away(s) * block
+    between = _local(s) * _away(s) * block
     return Cost(1, 2 * others * block, 2 * others, 1, local, memory, calls, between)
 
 
@@ -151,7 +152,7 @@ def backend_all_to_all(s: Situation) -> Cost:
 
 def shift(s: Situation) -> Cost:
     """An all_to_all in which every rank sends all it has to one other."""
-    return Cost(1, 2 * s.piece, 2, 1, 0, s.piece, 0, 2 * s.piece if s.hosts > 1 else 0)
+    return Cost(1, 2 * s.piece, 2, 1, 0, s.piece, 0, s.piece if s.hosts > 1 else 0)
 
 
 def chunked_all_reduce(s: Situation) -> Cost:
@@ -164,7 +165,7 @@ def chunked_broadcast(s: Situation) -> Cost:
     """The root sends a chunk to each of the others, who exchange them."""
     others = s.ranks - 1
     moved = s.piece * (1 + (s.ranks - 2) / others)
-    between = 2 * _away(s) * s.piece
+    between = _away(s) * s.piece
     steps, messages = min(2, others), 1 + 2 * (others - 1)
     return Cost(steps, moved, messages, 1, 0, s.piece, 0, between)
 
@@ -186,7 +187,7 @@ def gather_reduce(s: Situation) -> Cost:
 def _ring(s: Situation, moved: float, rounds: int, local: float, memory: float) -> Cost:
     """Every rank sends to the next and receives from the one before, all the time."""
     steps = rounds * (s.ranks - 1)
-    between = 2 * moved if s.hosts > 1 else 0
+    between = moved if s.hosts > 1 else 0
     return Cost(steps, 2 * moved, 2 * steps, 1, local, memory, 1, between)
 
 
@@ -258,7 +259,7 @@ def across_hosts_all_gather(s: Situation) -> Cost:
     """Once to a carrier on each other host, who passes it on to its own."""
     local, hosts = _local(s), s.hosts
     messages = 2 * (hosts - 1) + 2 * (local - 1) * hosts
-    between = 2 * local * (hosts - 1) * s.piece
+    between = local * (hosts - 1) * s.piece
     moved = 2 * (s.ranks - 1) * s.piece
     return Cost(2 if hosts > 1 else 1, moved, messages, 1, 2 * s.piece, s.total, 0, between)
 
@@ -281,7 +282,7 @@ def across_hosts_all_reduce(s: Situation) -> Cost:
     average = all_messages / local / messages
     adding = 3 * (local - 1 + among / 2) * chunk
     memory = s.piece + local * chunk
-    return Cost(2 + among, moved, messages, average, adding, memory, 0, crossing)
+    return Cost(2 + among, moved, messages, average, adding, memory, 0, crossing / 2)
 
 
 def across_hosts_broadcast(s: Situation) -> Cost:

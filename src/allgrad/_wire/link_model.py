@@ -51,7 +51,8 @@ __all__ = [
 class Links:
     """What links and ranks can do. Seconds, and bytes in a second, sent and received together.
 
-    ``between_*`` are those of a host's link to other hosts; None: as within a host.
+    ``between_*`` are those of a host's link to other hosts, its bandwidth that of each direction; None:
+    as within a host.
     """
 
     overhead: float  # of a call, before anything moves

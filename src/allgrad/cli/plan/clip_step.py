@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from allgrad._wire import costs
+from allgrad._wire.algorithms import choose
 from allgrad._wire.groups import Backend
 from allgrad._wire.link_model import Links, Prediction, predict, seconds, situation
 from allgrad._wire.topology import ONE_HOST, Topology
@@ -71,8 +72,9 @@ class ClipStep:
         for purpose, operation, nbytes, count in self._calls(ranks, ring):
             name = "all_to_all" if operation == "shift" else operation
             s = situation(name, ranks, nbytes, backend=self.backend, topology=topology)
-            if operation == "shift":  # to one other rank, by the backend
-                found = Prediction("backend", seconds(costs.shift(s), s, links), nbytes)
+            if operation == "shift":  # an all_to_all in which each rank sends to one other
+                name = choose(s._replace(operation="all_to_all", equal=False)).name
+                found = Prediction(name, seconds(costs.shift(s), s, links), nbytes)
             else:
                 found = predict(s, links)
             about = found.algorithm, count, nbytes, count * found.seconds
