@@ -1,11 +1,13 @@
 """dispatch and combine: a mixture of experts in one process on the joined tokens."""
 
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
 
 import allgrad as ag
+from allgrad._wire import pairwise, primitives
 from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError
 from allgrad.nn import combine, dispatch
 from counting import Counted
@@ -88,6 +90,21 @@ def test_exact_everywhere(where):
     on(where, each, moe, [(kind, 2, None, "even") for kind in LENGTHS])
 
 
+def moe_in_parts(*args):
+    """The same with every block of rows in a message of its own."""
+    with (
+        mock.patch.object(primitives, "PART", 0),
+        mock.patch.object(pairwise, "_exchange_parts", wraps=pairwise._exchange_parts) as moved,
+    ):
+        moe(*args)
+    assert moved.called
+
+
+def test_large_blocks_travel_each_to_its_place():
+    cases = [(kind, 2, room, "unequal") for kind, room in product(LENGTHS, (None, 1))]
+    on("3 ranks", each, moe_in_parts, cases)
+
+
 @pytest.mark.parametrize("held", ["even", "unequal"])
 def test_capacity_and_experts(held):
     cases = [("ragged", *both, held) for both in product((1, 2), (None, 0, 1, 2))]
@@ -144,6 +161,10 @@ def test_options_that_differ_between_ranks(rank, world):
     wide = torch.zeros(2, WIDTH + (rank == 1))
     raises_everywhere(
         PieceMismatch, lambda: dispatch(wide, routing, experts=3), "4 features", "<- differs"
+    )
+    double = x.double() if rank == 0 else x
+    raises_everywhere(
+        PieceMismatch, lambda: dispatch(double, routing, experts=3), "float64", "<- differs"
     )
     held = [1, 2, 0] if rank == 2 else [1, 1, 1]
     raises_everywhere(PieceMismatch, lambda: dispatch(x, routing, experts=held), "<- differs")

@@ -34,7 +34,18 @@ if TYPE_CHECKING:
 
     from allgrad._wire.calls import Call
 
-__all__ = ["CHOSEN", "TABLE", "Algorithm", "Cost", "Situation", "choose", "keep_choice", "using"]
+__all__ = [
+    "CHOSEN",
+    "MOVE_PARTS",
+    "PART",
+    "TABLE",
+    "Algorithm",
+    "Cost",
+    "Situation",
+    "choose",
+    "keep_choice",
+    "using",
+]
 
 KiB, MiB = 1024, 1024 * 1024
 # Limits in bytes.
@@ -43,6 +54,7 @@ STAR_SUM = COPIES_PIECE = 256 * KiB  # of one rank's piece
 STAR_SUM_OF_TWO = 4 * MiB
 STAR_SUM_CROWDED = 1 * MiB  # where ranks outnumber cores: few messages matter more than busy ranks
 EXCHANGE_BLOCK = 128 * KiB  # between two ranks
+PART = 64 * KiB  # of a block: larger ones travel by themselves rather than being put in order
 LINEAR_TOTAL = 4 * MiB
 FLAT_TOTAL = 64 * KiB  # of all ranks together, where hosts are several
 FLAT_PIECE = 16 * KiB
@@ -287,6 +299,8 @@ _ADDED_BY_BACKEND = frozenset(
     {eager.all_reduce, eager.reduce, eager.reduce_scatter, eager.reduce_scatter_list}
 )
 
+
+MOVE_PARTS = frozenset({pairwise.all_to_all, pairwise.all_to_all_receives_first})
 
 # Choices made before: by operation, group, dtype, device and sizes. Making a Situation for each call
 # would take a tenth of a small one.

@@ -9,7 +9,7 @@ whose counts do not fit never exchange values, and wait until the watchdog ends 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     Peers: TypeAlias = tuple[Sequence[int], Sequence[int]] | None
 
 __all__ = [
+    "Parts",
     "all_gather",
     "all_to_all",
     "all_to_all_in_turns",
@@ -36,6 +37,16 @@ __all__ = [
     "reduce_scatter",
     "stacked_reduce_scatter",
 ]
+
+
+class Parts(NamedTuple):
+    """The rows of a tensor in the order in which they stand: lengths of parts, each one's rank at
+    the other end, and its number among the parts between the two ranks.
+    """
+
+    lengths: tuple[int, ...]
+    ranks: tuple[int, ...]
+    numbers: tuple[int, ...]
 
 
 def all_gather(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
@@ -52,9 +63,13 @@ def all_to_all(  # noqa: PLR0917
     receive: Sequence[int],
     equal: bool = False,
     peers: Peers = None,
+    parts: tuple[Parts, Parts] | None = None,
     post: Callable[..., Sequence[Any]] = start,
 ) -> Tensor:
-    """Block ``r`` of ``x`` to rank ``r``, all at once; ``post`` starts the messages."""
+    """Block ``r`` of ``x`` to rank ``r``, all at once; ``post`` starts the messages.
+
+    With ``parts`` each part of ``x`` goes to where the result has it.
+    """
     group = call.group
     group.exchanges += 1
     if equal:
@@ -66,6 +81,9 @@ def all_to_all(  # noqa: PLR0917
     out = x.new_empty((sum(receive), *x.shape[1:]))
     # A rank whose own counts are met goes on. It still tells those who wait what it sent.
     group.exchanged = group.calls, call.name, x.dtype, x.shape[1:], send, receive
+    if parts is not None:
+        _exchange_parts(call, (x, send, receive), out, parts, post)
+        return out
     blocks = x.split(send), out.split(receive)
     _exchange(call, (x, send, receive), *blocks, peers, group.exchanges, post)
     return out
@@ -78,9 +96,10 @@ def all_to_all_receives_first(  # noqa: PLR0917
     receive: Sequence[int],
     equal: bool = False,
     peers: Peers = None,
+    parts: tuple[Parts, Parts] | None = None,
 ) -> Tensor:
     """The same with every receive announced before anything is sent."""
-    return all_to_all(call, x, send, receive, equal, peers, exchange)
+    return all_to_all(call, x, send, receive, equal, peers, parts, exchange)
 
 
 def all_to_all_in_turns(call: Call, x: Tensor, *_: object) -> Tensor:
@@ -128,4 +147,33 @@ def _exchange(  # noqa: PLR0917
     recvs = [(blocks[source], source) for source in before if source != call.rank]
     works = post(call, sends, recvs, number)
     blocks[call.rank].copy_(pieces[call.rank])
+    wait(call, alike, works)
+
+
+_NEXT_PART = 1 << 40  # far more than there are exchanges
+
+
+def _exchange_parts(
+    call: Call,
+    alike: tuple[Tensor, Sequence[int], Sequence[int]],
+    out: Tensor,
+    parts: tuple[Parts, Parts],
+    post: Callable[..., Sequence[Any]],
+) -> None:
+    """Send every part by itself, and receive it in its place; the own ones are copied."""
+    ends = []
+    for x, (lengths, ranks, numbers) in zip((alike[0], out), parts, strict=True):
+        ends.append(dict(zip(zip(numbers, ranks, strict=True), x.split(lengths), strict=True)))
+    sends, recvs = ends
+    works: list[Any] = []
+    after, before = _around(range(call.size), call.rank)
+    for part in range(max(max(parts[0].numbers, default=0), max(parts[1].numbers, default=0)) + 1):
+        works += post(
+            call,
+            [(sends[part, to], to) for to in after if (part, to) in sends],
+            [(recvs[part, source], source) for source in before if (part, source) in recvs],
+            call.group.exchanges + part * _NEXT_PART,
+        )
+        if (part, call.rank) in sends:
+            recvs[part, call.rank].copy_(sends[part, call.rank])
     wait(call, alike, works)

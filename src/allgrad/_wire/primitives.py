@@ -21,11 +21,12 @@ from torch import Tensor
 from allgrad._core import call_queue
 from allgrad._core.torch_internals import PROFILER, PROFILING, is_zero_tensor
 from allgrad._wire import eager, observers
-from allgrad._wire.algorithms import CHOSEN, Situation, choose, keep_choice
+from allgrad._wire.algorithms import CHOSEN, MOVE_PARTS, PART, Situation, choose, keep_choice
 from allgrad._wire.calls import Call, resolve
 from allgrad._wire.groups import GroupLike
 from allgrad._wire.hosts import find_topology
 from allgrad._wire.observers import LOGGER, STATE
+from allgrad._wire.pairwise import Parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,11 +35,13 @@ if TYPE_CHECKING:
 __all__ = [
     "Call",
     "GroupLike",
+    "Parts",
     "WireCall",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "moves_parts",
     "overwrite",
     "reduce",
     "reduce_scatter",
@@ -111,13 +114,26 @@ def all_to_all(  # noqa: PLR0917
     receive: Sequence[int],
     equal: bool = False,
     peers: tuple[Sequence[int], Sequence[int]] | None = None,
+    parts: tuple[Parts, Parts] | None = None,
 ) -> Tensor:
     """Block ``r`` of ``x`` to rank ``r``; the blocks received, in rank order.
 
     ``equal`` promises that all blocks between all ranks have one size. ``peers`` are the ranks that
-    this one sends to and receives from, where these are not all.
+    this one sends to and receives from, where these are not all. With ``parts``, of what is sent and
+    of what is received, blocks need not stand together; only where ``moves_parts``.
     """
-    return _dispatch(_ALL_TO_ALL, call, x, (send, receive, equal, peers))
+    args = (send, receive, equal, peers)
+    return _dispatch(_ALL_TO_ALL, call, x, args if parts is None else (*args, parts))
+
+
+def moves_parts(call: Call, x: Tensor, length: float) -> bool:
+    """Tell whether parts of so many rows on average should travel each to its place.
+
+    Where not, or where the algorithm cannot, a copy of what was received puts them in order.
+    """
+    if call.size == 1 or length * _row_elements(x) * x.element_size() < PART:
+        return False
+    return choose(_situation(_ALL_TO_ALL, call, x, (0, 0, False))).run in MOVE_PARTS
 
 
 def all_gather(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
@@ -229,7 +245,7 @@ def _whole(call: Call, x: Tensor, *_: Any) -> tuple[int, int, bool]:
 
 
 def _exchanged(
-    call: Call, x: Tensor, _send: Any, _receive: Any, equal: bool, _peers: Any
+    call: Call, x: Tensor, _send: Any, _receive: Any, equal: bool, *_: Any
 ) -> tuple[int, int, bool]:
     nbytes = x.nbytes
     # Without the promise a rank does not know the others' sizes, so nothing may depend on them.
