@@ -48,12 +48,11 @@ def attend_all(
     options = _Options(mask, causal, scale)
     if not is_plain_autograd():
         return _by_formula(q, k, v, options)
-    kind = q.device.type, q.dtype, q.shape[-1], v.shape[-1], mask is None
-    if kind not in _HIDDEN:
+    if not _HIDDEN or _kind(q, v, mask) not in _HIDDEN:
         y = _by_kernel(q, k, v, options)
-        if _can_be_differentiated_twice(y, (q, k, v), options):
+        if y.grad_fn is None or _can_be_differentiated_twice(y.grad_fn, (q, k, v), options):
             return y
-        _HIDDEN.add(kind)
+        _HIDDEN.add(_kind(q, v, mask))
     result: Tensor = _Kernel.apply(options, q, k, v)  # type: ignore[no-untyped-call]
     return result
 
@@ -63,24 +62,29 @@ _HIDDEN: set[tuple[object, ...]] = set()
 _KERNEL = "ScaledDotProduct"
 
 
-def _can_be_differentiated_twice(y: Tensor, inputs: Sequence[Tensor], options: _Options) -> bool:
-    """Give torch's kernel a second derivative, where its node is next to ``y`` and the inputs.
+def _kind(q: Tensor, v: Tensor, mask: Tensor | None) -> tuple[object, ...]:
+    return q.device.type, q.dtype, q.shape[-1], v.shape[-1], mask is None
 
-    Where torch took no kernel there is nothing to do.
+
+def _can_be_differentiated_twice(
+    node: Any, inputs: tuple[Tensor, Tensor, Tensor], options: _Options
+) -> bool:
+    """Give torch's kernel a second derivative, where its node is next to the result and the inputs.
+
+    Where torch took no kernel there is nothing to do. This is all that a call costs beside torch's.
     """
-    node: Any = y.grad_fn
-    if node is None:
-        return True
     if not node.name().startswith(_KERNEL):
         return not _leads_to_kernel(node, steps=4)
-    edges = [edge for edge, _ in node.next_functions[:3]]
-    if not all(_is_edge_of(x, edge) for x, edge in zip(inputs, edges, strict=True)):
+    edges, (q, k, v) = node.next_functions, inputs
+    if not (
+        _is_edge_of(q, edges[0][0]) and _is_edge_of(k, edges[1][0]) and _is_edge_of(v, edges[2][0])
+    ):
         return False
 
     def by_formula(found: tuple[Any, ...], gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not torch.is_grad_enabled() or gradients[0] is None:
             return None
-        formula = _by_formula(inputs[0], inputs[1], inputs[2], options)
+        formula = _by_formula(q, k, v, options)
         return *_gradients(formula, inputs, gradients[0], graph=True), *found[3:]
 
     node.register_hook(by_formula)
@@ -249,6 +253,11 @@ class _Shape(NamedTuple):
         return None
 
 
+# Shapes of calls in a world of one that were found to fit.
+_FIT: set[tuple[object, ...]] = set()
+_MOST = 1024
+
+
 def check_heads(
     call: str,
     q: Tensor,
@@ -263,8 +272,17 @@ def check_heads(
 
     Without ``sizes`` the ranks tell each other their shapes, and one rank's mistake raises on all.
     """
-    own, place = _Shape.of(q, k, v), find_place(call, group)
-    if place.world == 1 and sizes is None and own.problem(causal) is None:
+    place = find_place(call, group)
+    alone = place.world == 1 and sizes is None
+    shapes = q.shape, k.shape, v.shape, causal
+    if alone and not torch.compiler.is_compiling() and shapes in _FIT:
+        return (k.shape[-2],)
+    own = _Shape.of(q, k, v)
+    if alone and own.problem(causal) is None:
+        if not torch.compiler.is_compiling():
+            if len(_FIT) >= _MOST:
+                _FIT.clear()
+            _FIT.add(shapes)
         return (own.k_length,)
     by_rank = [own]
     if sizes is None:
