@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from allgrad.testing.pool import PATIENCE
+
 FOLDER = Path(__file__).parent.parent / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 
@@ -25,8 +27,9 @@ def test_example_runs_on_two_ranks(path):
     if names := missing(path):
         pytest.skip(f"{', '.join(names)} is not installed")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    limit = 100 * PATIENCE
     done = subprocess.run(
-        [*launcher, path], capture_output=True, text=True, timeout=100, check=False
+        [*launcher, path], capture_output=True, text=True, timeout=limit, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("the parameters are those of one process") == 2

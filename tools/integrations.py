@@ -43,6 +43,9 @@ def main() -> None:
     # ===: a local build such as 2.13.0+cpu has no torchvision that fits it on PyPI.
     parser.add_argument("--torch", default="torch===2.13.0", help="the requirement of torch")
     parser.add_argument("--python", default=sys.executable, help="Python of a new environment")
+    parser.add_argument(
+        "--patience", type=float, default=10.0, help="multiplies the time limits of the tests"
+    )
     parser.add_argument("--table", nargs="*", help="print the rows of these, in this environment")
     given = parser.parse_args()
     if given.table is not None:
@@ -51,21 +54,43 @@ def main() -> None:
     if given.envs is None:
         parser.error("--envs is needed")
 
-    _print_row(COLUMNS)
-    _print_row(["---"] * len(COLUMNS))
-    failed = 0
+    # One library after another, with time to spare: a limit that is hit says nothing of it.
+    settings = {**os.environ, "ALLGRAD_PATIENCE": str(given.patience)}
+    limit = f"--timeout={120 * given.patience}"
+    rows, runs = [], {}
     for name, libraries in ENVIRONMENTS.items():
         extra = name.removeprefix("integrations-")
         python = _environment(given.envs / name, extra, given.torch, given.python)
-        failed |= subprocess.run([python, __file__, "--table", *libraries], check=False).returncode
-        files = [TESTS / "integrations" / f"test_{library}.py" for library in libraries]
+        pytest = [python, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", limit]
+        for library in libraries:
+            table = [python, __file__, "--table", library]
+            runs[f"table of {library}"] = subprocess.run(
+                table, check=False, env=settings, stdout=subprocess.PIPE, text=True
+            )
+            rows.append(runs[f"table of {library}"].stdout.strip())
+            tests = TESTS / "integrations" / f"test_{library}.py"
+            runs[f"tests of {library}"] = _tested([*pytest, tests], settings)
         # The versions that pylate needs do not run the examples of other libraries.
         own = [] if extra == "integrations" else ["-k", extra]
-        pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *own, *files]
-        failed |= subprocess.run(
-            [*pytest, TESTS / "test_examples.py"], cwd=ROOT, check=False
-        ).returncode
-    sys.exit(failed)
+        runs[f"examples, {name}"] = _tested([*pytest, *own, TESTS / "test_examples.py"], settings)
+
+    _print_row(COLUMNS)
+    _print_row(["---"] * len(COLUMNS))
+    print("\n".join(rows))
+    for what, run in runs.items():
+        last = run.stdout.strip().splitlines()[-1:] if not what.startswith("table") else []
+        print(f"{what}: exit {run.returncode}", *last)
+    sys.exit(int(any(run.returncode for run in runs.values())))
+
+
+def _tested(
+    command: list[str | Path], settings: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    run = subprocess.run(
+        command, check=False, env=settings, cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    print(run.stdout, file=sys.stderr, flush=True)
+    return run
 
 
 def _environment(folder: Path, extra: str, torch: str, python: str) -> Path:

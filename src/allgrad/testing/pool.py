@@ -28,8 +28,9 @@ from allgrad.testing.messages import Enter, Entered
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Pool", "Worker", "as_answered"]
+__all__ = ["PATIENCE", "Pool", "Worker", "as_answered"]
 
+PATIENCE = float(os.environ.get("ALLGRAD_PATIENCE", "1"))  # multiplies the time limits here
 _START_LIMIT = 120.0  # importing torch on a busy machine
 _ENTER_LIMIT = 20.0  # connecting takes milliseconds; leaving a world may wait for a pending call
 
@@ -193,7 +194,7 @@ class Pool:
         for rank in new:
             self._workers[rank] = self._start_worker(rank)
         workers = [worker for worker in self._workers[:world] if worker is not None]
-        if not self._await_entered(workers, new, _START_LIMIT):
+        if not self._await_entered(workers, new, _START_LIMIT * PATIENCE):
             self.replace(new)
             raise AllgradError(
                 f"Not all of {len(new)} new processes could import allgrad and start; "
@@ -215,7 +216,7 @@ class Pool:
                     str(self._worlds_started),
                 )
             )
-        return self._await_entered(workers, range(len(workers)), _ENTER_LIMIT)
+        return self._await_entered(workers, range(len(workers)), _ENTER_LIMIT * PATIENCE)
 
     def _await_entered(self, workers: list[Worker], ranks: Sequence[int], limit: float) -> bool:
         """Tell whether all of ``ranks`` answer in time; an error of one of them is raised at once."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from allgrad.errors import InputError
 from allgrad.testing.failures import RankError, RankFailed, RanksStuck
 from allgrad.testing.messages import Call, Finished
-from allgrad.testing.pool import Pool, Worker, as_answered
+from allgrad.testing.pool import PATIENCE, Pool, Worker, as_answered
 from allgrad.testing.serialization import deserialize, serialize
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def run_in(  # noqa: PLR0917
     call = Call(pickled, sys.path, str(Path.cwd()))
     try:
         workers = pool.enter(world, backend)
-        finished, failed = _collect(workers, call, timeout, grace)
+        finished, failed = _collect(workers, call, timeout * PATIENCE, grace)
     except BaseException:  # mostly an interrupt: the state of the ranks is unknown
         pool.close()
         raise
@@ -73,7 +73,7 @@ def run_in(  # noqa: PLR0917
     if failed or _changed_world(finished):
         pool.invalidate()
     if all(error.how == "stuck" for error in failed.values()) and failed:
-        raise RanksStuck(world, timeout, failed)
+        raise RanksStuck(world, timeout * PATIENCE, failed)
     if failed:
         failure = RankFailed(world, failed)
         raise failure from failure.root.exception
