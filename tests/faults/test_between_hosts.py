@@ -62,7 +62,7 @@ def run(hosts, name, folder):
 
 
 @needs_hosts
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)  # new ranks may have to start; a scenario itself has 40 s
 @pytest.mark.parametrize("name", [n for n in SCENARIOS if ALL or n in SUITE])
 def test_every_rank_on_every_host_ends(two_hosts, name, tmp_path):
     hosts = two_hosts()
