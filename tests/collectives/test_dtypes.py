@@ -88,3 +88,23 @@ def test_every_reduction_of_every_dtype(rank, world, op, dtype):
             {"rtol": 8e-3, "atol": 8e-3} if op in {"mean", "logsumexp"} else {"rtol": 0, "atol": 0}
         )
         torch.testing.assert_close(got.detach(), expected, **tolerance)
+
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_float8_is_not_added(dtype):
+    """By every rank, before anything is sent: by the caller's sum, and by the sum in a backward."""
+    x, name = torch.ones(4).to(dtype), str(dtype).removeprefix("torch.")
+    for op in REDUCTIONS:
+        with pytest.raises(
+            ag.errors.ReductionError, match=f"all_reduce.*{name}.*{op}.*\n.*bfloat16"
+        ):
+            ag.all_reduce(x, op)
+    for call in (ag.all_gather, ag.broadcast, ag.share):
+        y = call(x.requires_grad_())
+        with pytest.raises(ag.errors.ReductionError, match=f"{name}(.*\n)*.*grad=.none"):
+            y.backward(torch.ones_like(y))
+        assert not call(x, grad="none").requires_grad

@@ -38,7 +38,13 @@ class Reduction:
     linear: bool = False
 
     def check(self, op: str, dtype: torch.dtype) -> None:
-        """Raise where this reduction of this dtype has no exact meaning."""
+        """Raise where this reduction of this dtype has no exact meaning, or torch has none."""
+        if dtype.is_floating_point and dtype.itemsize == 1:
+            raise ReductionError(
+                f"{op}: torch does not compute with {_short(dtype)}, so there is no "
+                f"{self.name!r} of it.\n"
+                "Reduce x.bfloat16() or x.float(), and convert the result; pieces can be gathered as they are."
+            )
         if self.name in {"min", "max"} and dtype.is_complex:
             raise ReductionError(
                 f"{op}: complex numbers have no order, so {self.name!r} of {_short(dtype)} is "

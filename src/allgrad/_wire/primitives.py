@@ -23,10 +23,12 @@ from allgrad._core.torch_internals import PROFILER, PROFILING, is_zero_tensor
 from allgrad._wire import eager, observers
 from allgrad._wire.algorithms import CHOSEN, MOVE_PARTS, PART, Situation, choose, keep_choice
 from allgrad._wire.calls import Call, resolve
+from allgrad._wire.codec import dtype_name
 from allgrad._wire.groups import GroupLike
 from allgrad._wire.hosts import find_topology
 from allgrad._wire.observers import LOGGER, STATE
 from allgrad._wire.pairwise import Parts
+from allgrad.errors import ReductionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -71,6 +73,7 @@ class _Operation:
     alone: the result in a world of one.
     rooted: whether its first argument is src or dst.
     counts: how many of its arguments are counts by rank.
+    adds: whether it adds up what the ranks hold.
     """
 
     name: str
@@ -78,6 +81,7 @@ class _Operation:
     alone: Callable[..., Tensor]
     rooted: bool = False
     counts: int = 0
+    adds: bool = False
 
 
 _watcher: Callable[[Call, WireCall], AbstractContextManager[None]] | None = None
@@ -192,6 +196,8 @@ def _run(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) ->
     key = operation.name, group, x.dtype, x.device, sizes
     algorithm, begun = CHOSEN.get(key), None
     if algorithm is None:
+        if operation.adds and x.dtype.is_floating_point and x.dtype.itemsize == 1:
+            raise _cannot_add(call, x.dtype)
         if group.topology is None:
             begun = observers.prepare(operation.name, call, x, find_topology)
         algorithm = choose(_situation(operation, call, x, sizes))
@@ -200,6 +206,15 @@ def _run(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) ->
         return algorithm.run(call, x, *args)
     root = args[0] if operation.rooted else -1
     return observers.run(operation.name, algorithm, root, call, x, args, begun)
+
+
+def _cannot_add(call: Call, dtype: torch.dtype) -> ReductionError:
+    """Of a gradient: the sums that a caller asks for are refused before (reductions)."""
+    name = dtype_name(dtype)
+    return ReductionError(
+        f"{call.name}: its gradient is a sum over ranks, and torch does not compute with {name}.\n"
+        f'Call it on x.bfloat16() or x.float(); or with grad="none", if {name} needs no gradient.'
+    )
 
 
 def _situation(
@@ -271,9 +286,9 @@ def _alone_reduced(call: Call, x: Tensor, scratch: bool) -> Tensor:
     return x if scratch else _copy(call, x)
 
 
-_ALL_REDUCE = _Operation("all_reduce", _whole, _alone_reduced)
+_ALL_REDUCE = _Operation("all_reduce", _whole, _alone_reduced, adds=True)
 _BROADCAST = _Operation("broadcast", _whole, _copy, rooted=True)
-_REDUCE = _Operation("reduce", _whole, _copy, rooted=True)
+_REDUCE = _Operation("reduce", _whole, _copy, rooted=True, adds=True)
 _ALL_TO_ALL = _Operation("all_to_all", _exchanged, _copy, counts=2)
 _ALL_GATHER = _Operation("all_gather", _by_counts, _copy, counts=1)
-_REDUCE_SCATTER = _Operation("reduce_scatter", _by_counts, _copy, counts=1)
+_REDUCE_SCATTER = _Operation("reduce_scatter", _by_counts, _copy, counts=1, adds=True)
