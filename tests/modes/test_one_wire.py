@@ -267,6 +267,23 @@ def test_checked_with_one_rank_compiled(rank):
     same(first, x.grad, "the gradient")
 
 
+@pytest.mark.ranks(2)
+def test_checked_large_reduction_with_one_rank_compiled(rank):
+    """Its nodes run on vectors; the number of elements is compared all the same."""
+
+    def run(x):
+        return ag.all_reduce(x, "max").square().sum()
+
+    fn, both = compiled(run) if rank == 0 else run, [random((200, 100), r) for r in range(2)]
+    x = leaf(both[rank])
+    with ag.checked():
+        fn(x).backward()
+    highest = torch.maximum(*both)
+    same(x.grad, 4 * highest * (x == highest), "the gradient")
+    with ag.checked(), pytest.raises(CollectiveMismatch, match="10000 from rank 1, which sends"):
+        fn(random((200, 100 + 2 * rank), 0))
+
+
 def late_rank():
     rank, traced = dist.get_rank(), compiled(ag.all_reduce)
     traced(torch.ones(2))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "UNKNOWN_SHAPES",
     "Call",
     "are_described",
     "at_site",
@@ -38,6 +39,7 @@ __all__ = [
     "error_site",
     "group_key",
     "locate_calls",
+    "of_flat",
     "of_graph",
     "of_stacked",
     "resolve",
@@ -120,7 +122,9 @@ def of_graph(  # noqa: PLR0917
     if not _describing:
         return Call(found, found.rank, found.size, name, "", site)
     for free_dim in _SHAPES_OF_GRAPH.findall(details):
-        if free_dim == _STACKED:
+        if free_dim == _FLAT:
+            shapes = UNKNOWN_SHAPES
+        elif free_dim == _STACKED:
             shapes = describe_shapes([x.new_empty(x.shape[1:], device="meta") for x in xs])
         else:
             shapes = describe_shapes(xs, int(free_dim) if free_dim else None)
@@ -130,8 +134,9 @@ def of_graph(  # noqa: PLR0917
     return Call(found, found.rank, found.size, name, details, site)
 
 
-_STACKED = "stacked"
-_SHAPES_OF_GRAPH = re.compile(rf"<shapes (-?\d*|{_STACKED})>")
+_STACKED, _FLAT = "stacked", "flat"
+_SHAPES_OF_GRAPH = re.compile(rf"<shapes (-?\d*|{_STACKED}|{_FLAT})>")
+UNKNOWN_SHAPES = "shapes unknown"  # in the details of a call, where no rank's shapes are compared
 
 
 def shapes_of_graph(free_dim: object) -> str:
@@ -143,6 +148,13 @@ def of_stacked(call: Call) -> Call:
     """The same call, whose node in a graph runs on its tensors with a dimension before the first."""
     details = call.details.replace(shapes_of_graph(None), shapes_of_graph(_STACKED))
     return call if details == call.details else call._replace(details=details)
+
+
+def of_flat(call: Call) -> Call:
+    """The same call, whose nodes in a graph run on vectors: they cannot tell the caller's shapes."""
+    return call._replace(
+        details=call.details.replace(shapes_of_graph(None), shapes_of_graph(_FLAT))
+    )
 
 
 def describe_shapes(xs: Sequence[Tensor], free_dim: int | None = None) -> str:

@@ -29,7 +29,7 @@ import torch
 from allgrad._core import call_queue
 from allgrad._wire import diagnosis, eager, observers
 from allgrad._wire import primitives as wire
-from allgrad._wire.calls import call_site, describe_calls
+from allgrad._wire.calls import UNKNOWN_SHAPES, call_site, describe_calls
 from allgrad._wire.codec import DTYPES, HEADER_WORDS, Reader, Writer
 from allgrad._wire.groups import Backend
 from allgrad.errors import CollectiveMismatch, ModeError, rank_table
@@ -213,7 +213,7 @@ def _digest(counts: Sequence[int]) -> int:
 
 _BACKWARD = "backward of "
 _NUMBERED = re.compile(r"backward of collective \d+, ")
-_SHAPES = re.compile(r"\([^()]*\) \w+(; \([^()]*\) \w+)*\)$")
+_SHAPES = re.compile(rf"({UNKNOWN_SHAPES}|\([^()]*\) \w+(; \([^()]*\) \w+)*)\)$")
 
 
 def _backward_of(serial: int) -> str:
@@ -222,11 +222,15 @@ def _backward_of(serial: int) -> str:
 
 
 def _comparable(specs: Sequence[CallSpec]) -> list[CallSpec]:
-    """The specs, without the numbers and shapes of calls in backward where some rank does not know
-    them; the number of elements is compared all the same.
+    """The specs, without the numbers of calls in backward and the shapes where some rank does not
+    know them, being compiled; the number of elements is compared all the same.
     """
     texts = [spec.call for spec in specs]
-    if not any(text.startswith(_BACKWARD) and not _NUMBERED.match(text) for text in texts):
+    if not any(
+        text.endswith(f"{UNKNOWN_SHAPES})")
+        or (text.startswith(_BACKWARD) and not _NUMBERED.match(text))
+        for text in texts
+    ):
         return list(specs)
     known = (_NUMBERED.sub(_BACKWARD, text, count=1) for text in texts)
     return [

@@ -10,7 +10,7 @@ from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
 from allgrad._core.partition import Partition, even, pack, unpack_like
 from allgrad._wire import primitives as wire
-from allgrad._wire.calls import of_stacked
+from allgrad._wire.calls import of_flat, of_stacked
 from allgrad.collectives._inputs import check_grad, describe, take_leaves
 from allgrad.collectives._pair_cache import recall
 from allgrad.collectives.all_gather import gather_pair, reduce_pieces, same_pair
@@ -107,6 +107,7 @@ def _reduce_pieces(
         rows = Partition((0,) * len(xs), ((1,) * call.size,) * len(xs))
         stacked = apply(make_pair(of_stacked(call), rows), [x.unsqueeze(0) for x in xs], stop=stop)
         return [reduction.stacked(t, 0) for t in stacked]
+    call = of_flat(call)
     parts = Partition((0,) * len(xs), tuple(even(x.numel(), call.size) for x in xs))
     own = reduce_pieces(call, reduction, [x.reshape(-1) for x in xs], parts, stop=stop)
     joined = apply(make_pair(call, parts), own, stop=stop)
