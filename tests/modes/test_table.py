@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from allgrad._core.torch_internals import FINDS_LENGTHS_IN_TRANSFORMS
 from allgrad.testing import run_ranks
 from calls import CALLS, EVERYTHING, KINDS, Place
 from differentiation import MODES, RANK, WANTED, Through
@@ -56,8 +57,9 @@ def outcome(case, mode, run_as):
     return "exact"
 
 
-def outcomes(name, eager, traced):
-    case = Through(CALLS[name], Place(dist.get_rank(), dist.get_world_size(), sizes_given=True))
+def outcomes(name, eager, traced, sizes_given=True):
+    at = Place(dist.get_rank(), dist.get_world_size(), sizes_given=sizes_given)
+    case = Through(CALLS[name], at)
     found = {f"{mode} eager": outcome(case, mode, "eager") for mode in eager}
     return found | {f"{mode} compiled": outcome(case, mode, "compiled") for mode in traced}
 
@@ -76,6 +78,25 @@ def test_every_mode_is_exact_or_refused(name):
         known[name] = by_rank[0]
         GENERATOR["store"]("modes", known)
     assert by_rank[0].items() <= known[name].items()
+
+
+# Where a result may have no elements, torch cannot trace a tangent of it: it asks for its length.
+MAY_BE_EMPTY = ("all_to_all", "permute", "shift")
+FORWARD = [mode for mode in MODES if any(word in mode for word in ("jvp", "dual", "fwd", "hess"))]
+FIND_SIZES = ("all_gather", "all_gather, same", "all_to_all", "gather", "permute", "shift")
+
+
+@pytest.mark.skipif(not FINDS_LENGTHS_IN_TRANSFORMS, reason="a ModeError before torch 2.13")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", FIND_SIZES if EVERYTHING else ("all_gather", "shift"))
+def test_every_mode_is_exact_with_sizes_found_out(name):
+    eager = MODES if EVERYTHING else ()
+    traced = [mode for mode in MODES if name not in MAY_BE_EMPTY or mode not in FORWARD]
+    if not EVERYTHING:
+        traced = ["vmap(vmap)" if name == "shift" else "jacfwd"]
+    for world in (2, 3) if EVERYTHING else (2,):
+        for found in run_ranks(outcomes, world, name, eager, traced, False, timeout=580):
+            assert set(found.values()) == {"exact"}, found
 
 
 def test_every_kind_and_every_mode_is_in_the_table():

@@ -266,13 +266,27 @@ def _apply(xs: list[Tensor], anchor: Tensor, *made: Any) -> list[Tensor]:
 def _batched(
     info: Any, in_dims: tuple[Any, ...], xs: list[Tensor], anchor: Tensor, *made: Any
 ) -> tuple[list[Tensor], list[int]]:
-    """The batch goes last: pairs name dimensions from the front, so it travels along unseen."""
+    """The batch goes last: pairs name dimensions from the front, so it travels along unseen.
+
+    Results have it first again, each entry contiguous as without a batch: of other strides torch
+    cannot take views or tangents while a length is known only when the graph runs.
+    """
     rows = [
         x.unsqueeze(-1).expand(*x.shape, info.batch_size) if dim is None else x.movedim(dim, -1)
         for x, dim in zip(xs, in_dims[0], strict=True)
     ]
-    ys = _OPS.apply(rows, anchor, *made)
-    return ys, [y.dim() - 1 for y in ys]
+    layout = torch.contiguous_format
+    ys = [y.movedim(-1, 0).clone(memory_format=layout) for y in _OPS.apply(rows, anchor, *made)]
+    return ys, [0] * len(ys)
+
+
+def _batched_exchange(
+    _: Any, in_dims: tuple[Any, ...], xs: list[Tensor], anchor: Tensor, *about: Any
+) -> tuple[list[Tensor], list[None]]:
+    """An exchange is about one entry of the batch, and its lengths are those of all of them."""
+    ones = [x if dim is None else x.select(dim, 0) for x, dim in zip(xs, in_dims[0], strict=True)]
+    found = _OPS.exchange(ones, anchor, *about)
+    return found, [None] * len(found)
 
 
 _LIBRARY.impl("run", _run, "CompositeExplicitAutograd")
@@ -281,5 +295,6 @@ _LIBRARY.impl("apply", _apply, "CompositeImplicitAutograd")
 torch.library.register_fake(f"{_NAMESPACE}::run", _run_fake, lib=_LIBRARY)
 torch.library.register_fake(f"{_NAMESPACE}::exchange", _exchange_fake, lib=_LIBRARY)
 torch.library.register_vmap(f"{_NAMESPACE}::apply", _batched, lib=_LIBRARY)
+torch.library.register_vmap(f"{_NAMESPACE}::exchange", _batched_exchange, lib=_LIBRARY)
 _TORCH.register_ordered_effect(_OPS.run.default)
 _TORCH.register_ordered_effect(_OPS.exchange.default)
