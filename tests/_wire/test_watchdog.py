@@ -146,3 +146,32 @@ def come_late_to_every_algorithm(late):
 def test_a_late_rank_is_no_mismatch_in_any_algorithm(late):
     found = run_ranks(come_late_to_every_algorithm, 3, late, timeout=80)
     assert all(len(by_rank) == sum(map(len, algorithms.TABLE.values())) for by_rank in found)
+
+
+def cross(kind):
+    rank = dist.get_rank()
+    pair = dist.new_group([0, 1])
+    groups = {"world": dist.group.WORLD, "pair": pair}
+    x = torch.ones(3, requires_grad=True)
+    for group in groups.values():
+        if rank < 2 or group is not pair:
+            ag.all_reduce(x, group=group)
+    try:
+        if rank == 1 and kind == "late":
+            time.sleep(4)  # both wait for rank 1, nobody for each other
+        order = ["world", "pair"] if rank == 0 or kind == "late" else ["pair", "world"]
+        for name in order:
+            if rank < 2 or name == "world":
+                y = ag.all_reduce(x, group=groups[name])
+                y = ag.all_gather(y, sizes="equal", group=groups[name])
+        return y.tolist()
+    except AllgradError as error:
+        dist.destroy_process_group()
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.timeout(60)
+def test_calls_of_two_groups_in_another_order_do_not_wait_for_ever():
+    found = run_ranks(cross, 3, "crossed", timeout=40)
+    assert all("wait for each other in calls of different groups" in text for text in found), found
+    assert all(isinstance(value, list) for value in run_ranks(cross, 3, "late", timeout=40))

@@ -156,13 +156,16 @@ def _kind(process_group: Any, device: torch.device) -> Backend:
 
 
 _ALONE = Group(None)
+LIVE: weakref.WeakSet[Group] = weakref.WeakSet()  # the groups that calls were made on
 
 
 @lru_cache(maxsize=256)
 def _group_of(ref: weakref.ref[dist.ProcessGroup]) -> Group:
     process_group = ref()
     assert process_group is not None
-    return Group(ref, process_group.rank(), process_group.size())
+    found = Group(ref, process_group.rank(), process_group.size())
+    LIVE.add(found)
+    return found
 
 
 def find_group(call: str, group: GroupLike) -> Group:

@@ -4,7 +4,7 @@ Messages of other shapes or dtypes never meet (``messages``), so ranks that brin
 one call wait for each other; so do ranks that call different collectives, or name another src or dst.
 A thread of each process looks once a second. While this rank waits, it writes into the group's store
 which call that is and what the rank brought, and reads what some other ranks wrote. A difference in the
-call of the same number ends the wait, on every rank.
+call of the same number ends the wait, on every rank; so do waits in two groups that cross (``crossed_waits``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from allgrad._wire import deadline, diagnosis, wait_spec
+from allgrad._wire import crossed_waits, deadline, diagnosis, wait_spec
 from allgrad.errors import CollectiveMismatch, rank_table
 
 if TYPE_CHECKING:
@@ -71,8 +71,9 @@ def _compare(waiting: tuple[Call, Alike | None, float]) -> None:
     number, brought = call.group.calls, wait_spec.describe(call, alike)
     store.set(f"allgrad/waits/{call.rank}", f"{number} {brought}\n{_exchanged(call)}")
     others = [rank for rank in range(call.size) if rank != call.rank]
+    asked = random.sample(others, min(len(others), _ASKED))
     rows = {call.rank: brought}
-    for rank in random.sample(others, min(len(others), _ASKED)):
+    for rank in asked:
         key = f"allgrad/waits/{rank}"
         if store.check([key]):
             told = store.get(key).decode("utf-8", errors="replace")
@@ -84,6 +85,9 @@ def _compare(waiting: tuple[Call, Alike | None, float]) -> None:
         for rank, text in rows.items()
         if not wait_spec.all_fit({call.rank: brought, rank: text})
     }
+    crossed = None if odd else crossed_waits.find(call, asked)
+    if crossed is not None and STATE.waiting is waiting:
+        _end(call, crossed)
     if odd and STATE.waiting is waiting:
         table = [rows.get(rank, "unknown") for rank in range(call.size)]
         if any(text.partition(" of ")[0] != brought.partition(" of ")[0] for text in rows.values()):
@@ -92,9 +96,13 @@ def _compare(waiting: tuple[Call, Alike | None, float]) -> None:
         else:
             rule = f"{call.name}: the ranks bring different tensors to one call."
             advice = "Give every rank the same shape, dtype and sizes; checked() names the line."
-        STATE.found = CollectiveMismatch(rank_table(rule, table, odd, advice))
-        diagnosis.publish_failure(STATE.found)
-        deadline.close_connections(call)
+        _end(call, CollectiveMismatch(rank_table(rule, table, odd, advice)))
+
+
+def _end(call: Call, error: CollectiveMismatch) -> None:
+    STATE.found = error
+    diagnosis.publish_failure(error)
+    deadline.close_connections(call)
 
 
 def _exchanged(call: Call) -> str:
