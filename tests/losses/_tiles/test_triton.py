@@ -76,15 +76,22 @@ def test_sigmoids_of_scores_on_both_sides(dtype):
 def test_panels_that_fit_nothing_evenly(name, monkeypatch):
     monkeypatch.setitem(torch_tiles.KEPT_SCORES, "cuda", 0)
     from allgrad.losses._tiles import triton as triton_tiles
-    from allgrad.losses._tiles.fused_tiles import FusedTiles
 
-    monkeypatch.setattr(FusedTiles, "tile", (264, 392))
     monkeypatch.setattr(triton_tiles.TritonTiles, "panel", 264)
     monkeypatch.setattr(triton_tiles.TritonTiles, "sums_panel", 392)
     monkeypatch.setattr(triton_tiles, "_PANEL_COLUMNS", {2**25: 528})
     check(name, 1031, 100, torch.bfloat16)
     check(name, 800, 64, torch.float16)
     check(name, 1031, 100, torch.float32)
+
+
+@pytest.mark.parametrize(("precision", "near"), [("ieee", 5e-6), ("tf32", 1e-3)])
+def test_float32_follows_the_switch_for_tf32(precision, near, monkeypatch):
+    """Tensor cores multiply 11 bits; three of their products make one in float32."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
+    monkeypatch.setitem(NEAR, torch.float32, near)
+    for name in LOSSES:
+        check(name, 1031, 512, torch.float32)
 
 
 def test_scores_too_far_apart_for_one_exp():

@@ -183,16 +183,14 @@ def softmax_weights(
     by_loss: Tensor | None,
     first_pair: int,
     mean_factor: float,
-    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The derivative by each score; the gradient of the scale, and what products are multiplied by.
 
-    The second includes ``by_loss`` unless it is None; the first never does. ``in_place`` overwrites
-    ``dots``, which must be of ``dtype``.
+    The second includes ``by_loss`` unless it is None; the first never does.
     """
     rows, columns = dots.shape
     plan = _plan(rows, columns)
-    by_score = dots if in_place else dots.new_empty((rows, columns), dtype=dtype)
+    by_score = dots.new_empty((rows, columns), dtype=dtype)
     parts = dots.new_empty(2, plan.tiles[0] * plan.tiles[1])
     assert weights.row_lse is not None
     has_columns, has_by_loss = weights.column_lse is not None, by_loss is not None

@@ -42,7 +42,8 @@ def _products(
 ):  # fmt: skip
     tile = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start_k in range(0, width, BLOCK_K):
-        tile = tl.dot(q.load([start_m, start_k]), k.load([start_n, start_k]).T, tile)
+        left, right = q.load([start_m, start_k]), k.load([start_n, start_k])
+        tile = tl.dot(left, right.T, tile, input_precision="tf32")  # of float32
     return tile
 
 

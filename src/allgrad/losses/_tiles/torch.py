@@ -220,14 +220,11 @@ def tiles_for(
     keep: bool = False,
 ) -> Tiles:
     """Tiles for these features: on a CUDA device Triton kernels up to 32 bits, otherwise plain torch."""
-    if _has_kernels(q) and not keep:
+    is_float32 = q.is_cuda and q.dtype == torch.float32 and has_triton()
+    if (_has_kernels(q) or is_float32) and not keep:
         from allgrad.losses._tiles.triton import TritonTiles
 
         return TritonTiles(q, k, scale, bias=bias, first_pair=first_pair, state=state)
-    if q.is_cuda and q.dtype == torch.float32 and not keep and has_triton():
-        from allgrad.losses._tiles.fused_tiles import FusedTiles
-
-        return FusedTiles(q, k, scale, bias=bias, first_pair=first_pair, state=state)
     return Tiles(q, k, scale, bias=bias, first_pair=first_pair, state=state, keep=keep)
 
 

@@ -1,8 +1,8 @@
-"""Tiles of scores for 16-bit features on a CUDA device: Triton for the scores, cuBLAS for the gradients.
+"""Tiles of scores for features of up to 32 bits on a CUDA device: Triton for the scores, cuBLAS for gradients.
 
 A pass takes one panel of queries at a time. In forward, a kernel reduces each tile to sums along
 its rows and columns; a second kernel recomputes the tiles that contain pairs, without them. In
-backward, a kernel stores the weights of a panel in 16 bits, and two matrix products with float32
+backward, a kernel stores the weights of a panel in the features' dtype, and two matrix products with float32
 accumulators turn them into gradients.
 
 One exp serves the sums along rows and along columns: exp(score - shift), with one shift for all
@@ -80,6 +80,7 @@ class TritonTiles(Tiles):
     panel, sums_panel = 8192, 16384
     sums_config = TileConfig(128, 128, 64, 4, 2)
     softmax_config = sigmoid_config = TileConfig(128, 128, 64, 4, 3)
+    float32_configs = TileConfig(128, 128, 32, 4, 2), TileConfig(128, 128, 32, 4, 3)
 
     def __init__(
         self,
@@ -92,7 +93,10 @@ class TritonTiles(Tiles):
         state: Tensor | None = None,
     ) -> None:
         super().__init__(q, k, scale, bias=bias, first_pair=first_pair)
-        self.aligned_q, self.aligned_k = _aligned(q), _aligned(k)
+        self.aligned_q, self.aligned_k = _operands(q, k)
+        if q.dtype == torch.float32:
+            self.sums_config, self.softmax_config = self.float32_configs
+            self.sigmoid_config = self.softmax_config
         self.scalars = self._write_scalars() if state is None else state
         self.state = self.scalars
         # Weights are at most 2. Stored times 2^14, small ones keep their digits in float16.
@@ -337,6 +341,30 @@ def _multiple_of_8(count: int) -> int:
     return -(-count // 8) * 8
 
 
+def _operands(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """What the kernels multiply, row by row, for the dot products of queries and keys.
+
+    Tensor cores multiply float32 numbers of 11 bits (TF32). Where torch's switches do not allow that,
+    a number is the sum of two of them, and three products of these are one in float32 but for the
+    last bits: low * high + high * low + high * high, the small ones first.
+    """
+    if q.dtype != torch.float32:
+        return _aligned(q), _aligned(k)
+    q_high, k_high = _round_to_tf32(q), _round_to_tf32(k)
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return _aligned(q_high), _aligned(k_high)
+    return (
+        _aligned(torch.cat([q - q_high, q_high, q_high], 1)),
+        _aligned(torch.cat([k_high, k - k_high, k_high], 1)),
+    )
+
+
+def _round_to_tf32(x: Tensor) -> Tensor:
+    """Round to the nearest number of 11 bits; a tensor core would cut off the others."""
+    shifted = x * (2.0**13 + 1)
+    return shifted - (shifted - x)
+
+
 def _aligned(x: Tensor) -> Tensor:
     x = x.contiguous()
     return (
@@ -347,4 +375,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _add_product(into: Tensor, a: Tensor, b: Tensor, store_scale: float) -> None:
-    torch.addmm(into, a, b, out_dtype=torch.float32, alpha=1 / store_scale, out=into)
+    if a.dtype == torch.float32:
+        into.addmm_(a, b)  # with TF32 as torch's switches say
+    else:
+        torch.addmm(into, a, b, out_dtype=torch.float32, alpha=1 / store_scale, out=into)
