@@ -2,7 +2,7 @@
 
     python benchmarks/losses_cpu.py [--loss clip siglip info_nce] [--dtype float32 bfloat16]
                                     [--batch 8x64 ... 8192x256] [--ranks 4] [--sizes equal found]
-                                    [--seconds 3]
+                                    [--seconds 3] [--without whole]
 
 A batch is the pairs of all ranks and the width of their features. By hand, each rank gathers both
 sides and computes either the whole matrix of scores, or the rows of its own samples in both
@@ -96,7 +96,13 @@ LOSSES: dict[str, dict[str, Callable[..., Tensor]]] = {
 
 
 def on_rank(  # noqa: PLR0917
-    loss: str, pairs: int, width: int, kind: str, sizes: str | None, seconds: float
+    loss: str,
+    pairs: int,
+    width: int,
+    kind: str,
+    sizes: str | None,
+    seconds: float,
+    without: list[str],
 ) -> dict[str, list[float]]:
     """The milliseconds of each step, by implementation."""
     dtype, world = getattr(torch, kind), dist.get_world_size()
@@ -105,7 +111,8 @@ def on_rank(  # noqa: PLR0917
         for _ in range(2)
     ]
     scale = torch.tensor(20.0, requires_grad=True)
-    ways, order = LOSSES[loss], random.Random(0)  # noqa: S311  the same on every rank
+    ways = {name: way for name, way in LOSSES[loss].items() if name not in without}
+    order = random.Random(0)  # noqa: S311  the same on every rank
     taken: dict[str, list[float]] = {name: [] for name in ways}
 
     def step(name: str) -> None:
@@ -122,7 +129,7 @@ def on_rank(  # noqa: PLR0917
     slowest = ag.all_reduce(total, "max", grad="none")
     for each in taken.values():
         each.clear()
-    for _ in range(max(7, min(300, int(seconds * 1e3 / float(slowest))))):
+    for _ in range(max(3, min(300, int(seconds * 1e3 / float(slowest))))):
         for name in order.sample(list(ways), len(ways)):
             step(name)
     return taken
@@ -136,17 +143,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--sizes", nargs="+", choices=["equal", "found"], default=["equal"])
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--without", nargs="+", default=[], help="implementations to leave out")
     args = parser.parse_args()
     print(f"{args.ranks} ranks, torch {torch.__version__}, ms; allgrad relative to the fastest")
     for loss in args.loss:
         for kind in args.dtype:
             for sizes in args.sizes:
-                names = "".join(f"{name:>10}" for name in LOSSES[loss])
+                names = "".join(f"{name:>10}" for name in LOSSES[loss] if name not in args.without)
                 print(f"{loss + ', ' + kind + ', sizes ' + sizes:<34}{names}")
                 for batch in args.batch:
                     pairs, width = map(int, batch.split("x"))
                     given = "equal" if sizes == "equal" else None
-                    job = loss, pairs, width, kind, given, args.seconds
+                    job = loss, pairs, width, kind, given, args.seconds, args.without
                     ranks = run_ranks(on_rank, args.ranks, *job, timeout=600.0)
                     found = {
                         name: statistics.median(

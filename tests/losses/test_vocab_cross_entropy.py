@@ -185,3 +185,22 @@ def test_targets_out_of_range_and_unknown_options(rank, world):
     raises_everywhere(
         SizesError, lambda: cross_entropy(hidden, weight, targets, sizes=(4, 2)), "but it holds 3"
     )
+
+
+@pytest.mark.ranks(3)
+def test_with_sizes_given_a_mistake_of_one_rank_raises_on_every_rank(rank, world):
+    hidden, weight, _, targets = tensors(9)
+    weight, beyond = weight.split(3)[rank], targets.clone()
+    beyond[0, 0] = 9
+    good = hidden, weight, targets
+    wrong = {
+        "is 9, but": (hidden, weight, beyond),
+        "but it holds 2": (hidden, weight[:2], targets),
+        "the dtypes of": (hidden, weight.float(), targets),
+    }
+    for text, given in wrong.items():
+        for smoothing in (0.0, 0.1):
+            used = given if rank == 1 else good
+            call = partial(cross_entropy, *used, sizes=(3, 3, 3), label_smoothing=smoothing)
+            own = text if rank == 1 else "the arguments of rank 1 are wrong"
+            raises_everywhere(InputError, call, "cross_entropy: ", own)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from allgrad._core.torch_internals import functorch_active
 from allgrad._wire.calls import resolve
 from allgrad.collectives._sizes import given_sizes
 from allgrad.collectives.all_gather import all_gather
@@ -62,7 +64,8 @@ def cross_entropy(
     If each rank holds its own tokens, join both first: ``all_gather(hidden, grad="same")``.
 
     ``sizes`` are the numbers of words by rank; if None, one small message exchanges them, and a
-    mistake of one rank raises on all. Sums are kept in float32, or in float64.
+    mistake of one rank raises on all, with a table. With sizes given the others learn of a mistake
+    with the sums: on CPUs they raise, on a device their loss is NaN. Sums are kept in float32, or in float64.
 
     Cost: the logits of a chunk of rows exist at a time, and are computed again in backward. Forward
     sends two numbers for each row, three with label smoothing; backward the gradient of ``hidden``.
@@ -88,11 +91,15 @@ def cross_entropy(
         low, high = -max(agreed.column(1)), max(agreed.column(2)) - 1
         _check_range(low, high, sum(words), ignore_index)
     else:
-        check()
-        rank, words = _given_words(weight, sizes, group)
-        if targets.device.type == "cpu":  # on a device it would be a wait
-            _, low, high = _summary(targets, ignore_index)
-            _check_range(low, high, sum(words), ignore_index)
+        try:
+            check()
+            rank, words = _given_words(weight, sizes, group)
+            if targets.device.type == "cpu":  # on a device it would be a wait
+                _, low, high = _summary(targets, ignore_index)
+                _check_range(low, high, sum(words), ignore_index)
+        except InputError as problem:
+            _send_mistake(hidden, 3 if label_smoothing > 0 else 2, group)
+            raise type(problem)(_with_name(problem)) from None
 
     flat = targets.reshape(-1)
     counted = flat != ignore_index
@@ -100,7 +107,11 @@ def cross_entropy(
     rows = share(hidden, group=group).reshape(-1, hidden.shape[-1])
     parts = _sums_of_own_words(rows, weight, bias, own, smoothed=label_smoothing > 0)
     # All ranks' sums in one message; each rank does the same with them.
-    lse, target, *more = all_gather(parts[None], sizes="equal", group=group, grad="same").unbind(1)
+    if sizes is None:
+        found = all_gather(parts[None], sizes="equal", group=group, grad="same")
+    else:
+        found = _gather_with_mistakes(parts, group)
+    lse, target, *more = found.unbind(1)
     losses = lse.logsumexp(0) - (1 - label_smoothing) * target.sum(0)
     if more:
         losses = losses - label_smoothing / sum(words) * more[0].sum(0)
@@ -233,6 +244,38 @@ def _given_words(weight: Tensor, sizes: Sizes, group: GroupLike) -> tuple[int, t
             "Give what each rank holds, in rank order."
         )
     return call.rank, words
+
+
+def _gather_with_mistakes(parts: Tensor, group: GroupLike) -> Tensor:
+    """The sums of all ranks. On CPUs a further column tells which rank found a mistake of its own.
+
+    A device would have to be waited for: there the sums of such a rank are NaN.
+    """
+    if not parts.is_cpu or functorch_active():
+        return all_gather(parts[None], sizes="equal", group=group, grad="same")
+    found = all_gather(pad(parts, (0, 1))[None], sizes="equal", group=group, grad="same")
+    mistakes = found[:, 0, -1].nonzero().flatten().tolist()
+    if mistakes:
+        raise InputError(
+            f"cross_entropy: the arguments of rank {mistakes[0]} are wrong; its own error says how.\n"
+            "With sizes=None every rank shows the arguments of all."
+        )
+    return found[..., :-1]
+
+
+def _send_mistake(hidden: Tensor, numbers: int, group: GroupLike) -> None:
+    """Take part in the exchange of sums, so that the other ranks do not wait."""
+    if not isinstance(hidden, Tensor) or hidden.dtype not in _FLOATING or functorch_active():
+        return
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    rows = hidden.shape[:-1].numel() + hidden.is_cpu
+    nothing = hidden.new_full((1, numbers, rows), torch.nan, dtype=wide)
+    all_gather(nothing, sizes="equal", group=group, grad="same")
+
+
+def _with_name(problem: InputError) -> str:
+    text = str(problem)
+    return text if text.startswith("cross_entropy") else f"cross_entropy: {text}"
 
 
 def _check_range(low: int, high: int, words: int, ignore_index: int) -> None:
