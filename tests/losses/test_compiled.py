@@ -109,13 +109,35 @@ def test_checked_and_deadline_hold_around_compiled_losses(rank):
     assert q.grad.abs().sum() > 0
 
 
-def test_second_derivatives_are_refused():
-    q, k, _, scale, _ = inputs(3, 0)
-    refusals = {"eager": "first derivatives only", "aot_eager": "double backward"}  # ours, torch's
-    for backend, text in refusals.items():
-        compiled = torch.compile(losses.clip_loss, fullgraph=True, backend=backend)
-        with pytest.raises((ModeError, RuntimeError), match=text):
-            torch.autograd.grad(compiled(q, k, scale), q, create_graph=True)[0].sum().backward()
+ASK_TWICE = {
+    "backward()": lambda first, _: first.sum().backward(),
+    "backward(inputs=)": lambda first, x: first.sum().backward(inputs=[x]),
+    "autograd.grad": lambda first, x: torch.autograd.grad(first.sum(), x),
+    "grad of a sum with the loss": lambda first, x: torch.autograd.grad(first.sum() + x.sum(), x),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_second_derivatives_are_refused_in_every_way_of_asking(backend):
+    """By us, or by torch.compile itself: a part that is left out in silence would be the worst."""
+    for name in ("clip_loss", "maxsim_loss"):  # the second is given a view of the input
+        loss = getattr(losses, name)
+        shape = (3, 1, -1) if name == "maxsim_loss" else (3, -1)
+
+        def called(q, k, scale, loss=loss, shape=shape):
+            return loss(q.reshape(shape), k.reshape(shape), scale)
+
+        compiled = torch.compile(called, fullgraph=True, backend=backend)
+
+        def twice(ask, compiled=compiled):
+            q, k, _, scale, _ = inputs(3, 0)
+            ask(torch.autograd.grad(compiled(q, k, scale), q, create_graph=True)[0], q)
+
+        for ask in ASK_TWICE.values():
+            with pytest.raises(
+                (ModeError, RuntimeError), match=r"first derivatives only|double backward"
+            ):
+                twice(ask)
 
 
 def test_graph_dropped_without_backward_is_freed():

@@ -7,6 +7,7 @@ a change there breaks nobody who never compiles.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -17,6 +18,7 @@ from torch.autograd import forward_ad
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import timedelta
+    from types import FrameType
 
 
 P = ParamSpec("P")
@@ -42,6 +44,7 @@ __all__ = [
     "backend_for",
     "backend_timeout",
     "below_view_tracking",
+    "compiled_backward_creates_graph",
     "constant_in_graphs",
     "current_interpreter",
     "dual_level",
@@ -289,6 +292,22 @@ def traced_frames() -> list[Any]:
     """
     context = torch._guards.TracingContext
     return list(context.extract_stack()) if context.try_get() is not None else []
+
+
+def compiled_backward_creates_graph() -> bool:
+    """Tell whether a compiled backward runs with ``create_graph=True``, called from inside of it.
+
+    AOTAutograd runs it without grad mode then, inside a function whose own backward raises; but where
+    autograd prunes that one, a second derivative is left out in silence. The function is known by the
+    name of an argument. Without it: torch's own refusal, where it is not pruned.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and "double_ctx" in code.co_varnames[: code.co_argcount]:
+            return True
+        frame = frame.f_back
+    return torch.is_grad_enabled()
 
 
 def lengths_differ(a: int, b: int) -> bool:

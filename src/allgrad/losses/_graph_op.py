@@ -21,7 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from allgrad._autograd.transforms import ANCHOR
-from allgrad._core.torch_internals import graph_internals, process_group_named
+from allgrad._core.torch_internals import (
+    compiled_backward_creates_graph,
+    graph_internals,
+    process_group_named,
+)
 from allgrad._wire.calls import at_site, resolve, traced_site
 from allgrad.errors import ModeError
 from allgrad.losses._in_graphs import EAGER
@@ -122,6 +126,7 @@ class _EagerGraph(ctypes.c_int64):
 
     loss: Tensor
     leaves: list[Tensor]
+    name: str
 
 
 _numbers = itertools.count(1)
@@ -147,6 +152,7 @@ def _value(  # noqa: PLR0917
     graph = _EagerGraph(next(_numbers))
     if loss.requires_grad:
         graph.loss, graph.leaves = loss, [x for x in leaves if x.requires_grad]
+        graph.name = name
         _graphs[graph.value] = graph
     # The tensor keeps the graph that it is made of.
     return [loss.detach().clone(), torch.frombuffer(graph, dtype=torch.int64)]
@@ -178,6 +184,8 @@ def _gradient(
     xs: list[Tensor],  # noqa: ARG001
 ) -> list[Tensor]:
     graph = _graphs[int(ticket)]
+    if compiled_backward_creates_graph():
+        raise _no_second_derivative(graph.name)
     # With the anchor no node is pruned: this rank takes part in every call of backward.
     wanted = [*graph.leaves, ANCHOR]
     with _TORCH.with_autograd():
@@ -212,13 +220,17 @@ class _Loss(_TORCH.SingleLevelFunction):  # type: ignore[misc, name-defined]
     @staticmethod
     def backward(ctx: Any, by_loss: Tensor, _: None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True
-            raise ModeError(
-                f"{ctx.name}: a compiled loss has first derivatives only.\nCall it outside of "
-                "torch.compile where its gradient is differentiated again."
-            )
+            raise _no_second_derivative(ctx.name)
         ticket, *xs = ctx.saved_tensors
         found = iter(_OPS.gradient(by_loss, ticket, xs))
         return None, None, *(next(found) if needed else None for needed in ctx.needs)
+
+
+def _no_second_derivative(name: str) -> ModeError:
+    return ModeError(
+        f"{name}: a compiled loss has first derivatives only.\nCall it outside of "
+        "torch.compile where its gradient is differentiated again."
+    )
 
 
 def _loss(xs: list[Tensor], anchor: Tensor, *made: Any) -> list[Tensor]:
