@@ -156,12 +156,12 @@ def test_bad_input_raises_on_every_rank(rank, world):
 
 
 CALLS = {
-    # The arguments of all ranks; keys, and ids; sums. Backward: sums; gradients of keys.
-    "supcon": (4, 2, lambda q, k, ids: supcon_loss(q, k, SCALE, ids, ids)),
-    "sigmoid": (4, 2, lambda q, k, ids: sigmoid_supcon_loss(q, k, SCALE, ids, ids)),
-    "negatives": (3, 2, lambda q, k, _: multiple_negatives_loss(q, k, SCALE)),
-    "both ways": (4, 3, lambda q, k, _: multiple_negatives_loss(q, k, SCALE, symmetric=True)),
-    "maxsim": (4, 2, lambda q, k, _: maxsim_loss(q[:, None], k[:, None], SCALE)),
+    # The arguments of all ranks; keys and ids; sums. Backward: gradients of keys, weights of the loss.
+    "supcon": (3, 1, lambda q, k, ids: supcon_loss(q, k, SCALE, ids, ids)),
+    "sigmoid": (3, 1, lambda q, k, ids: sigmoid_supcon_loss(q, k, SCALE, ids, ids)),
+    "negatives": (3, 1, lambda q, k, _: multiple_negatives_loss(q, k, SCALE)),
+    "both ways": (3, 1, lambda q, k, _: multiple_negatives_loss(q, k, SCALE, symmetric=True)),
+    "maxsim": (3, 1, lambda q, k, _: maxsim_loss(q[:, None], k[:, None], SCALE)),
 }
 
 
@@ -177,3 +177,24 @@ def test_collective_calls_of_a_step(rank, world):
             with Counted() as calls:
                 found.backward()
             assert len(calls) == backward, (name, kind, calls)
+
+
+@pytest.mark.ranks(3)
+def test_ranks_may_weigh_the_loss_differently_and_go_back_twice(rank, world):
+    """In the message of gradients, and once more step by step where the graph was kept."""
+    counts = COUNTS["ragged"][:world]
+    ids = ids_of(counts, 1)
+    for dtype, near in ((torch.float64, 1e-12), (torch.float16, 2e-3)):
+        pieces = [features(counts, seed, dtype=dtype) for seed in (10, 20)]
+        whole = [leaf(torch.cat(x).double()) for x in pieces]
+        everyone = torch.cat(ids)
+        want = reference.supcon(*whole, SCALE, everyone, everyone) * 2.0**-16 * (1 + 2 + 3)
+        want = [g.split(counts)[rank] for g in torch.autograd.grad(want, whole)]
+        own = [leaf(x[rank]) for x in pieces]
+        loss = supcon_loss(*own, SCALE, ids[rank], ids[rank])
+        loss_scale = 2.0**16  # keeps small gradients in 16 bits
+        for retain in (True, False):
+            weighed = loss * (2.0**-16 * (rank + 1) * loss_scale)
+            got = torch.autograd.grad(weighed, own, retain_graph=retain)
+            for g, w in zip(got, want, strict=True):
+                assert (g.double() / loss_scale - w).norm() <= near * w.norm()

@@ -18,16 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from allgrad.collectives.all_reduce import all_reduce
 from allgrad.losses._recompute import recomputed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from allgrad.losses._arguments import GradReduction
-    from allgrad.types import GroupLike
-
-__all__ = ["Activation", "global_mean", "row_losses", "terms_of"]
+__all__ = ["Activation", "row_losses", "terms_of", "weighted_sums"]
 
 Activation: TypeAlias = Literal["softmax", "sigmoid"]
 R = TypeVar("R")
@@ -91,19 +87,9 @@ def _combine(kind: Activation, by_chunk: Tensor) -> Tensor:
     return by_chunk.logsumexp(0) if kind == "softmax" else by_chunk.sum(0)
 
 
-def global_mean(
-    losses: Tensor,
-    counted: Tensor,
-    weights: Tensor | None,
-    grad_reduction: GradReduction,
-    group: GroupLike,
-) -> Tensor:
-    """The weighted mean over the rows of all ranks that count."""
+def weighted_sums(losses: Tensor, counted: Tensor, weights: Tensor | None) -> Tensor:
+    """The weighted sum of the losses of rows that count, and the sum of the weights."""
     weight = counted.to(losses.dtype)
     if weights is not None:
         weight = weight * weights
-    sums = torch.stack([(weight * losses).sum(), weight.sum()])
-    grad: Literal["sum", "same"] = "sum" if grad_reduction == "mean" else "same"
-    total, weight = all_reduce(sums, group=group, grad=grad)
-    mean: Tensor = total / weight
-    return mean
+    return torch.stack([(weight * losses).sum(), weight.sum()])

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import InputError, PieceMismatch, TensorError
 from allgrad.losses._agreement import CallSpec, agree, require
-from allgrad.losses._each_row import MASKED, global_mean, row_losses, terms_of
+from allgrad.losses._each_row import MASKED, row_losses, terms_of, weighted_sums
 from allgrad.losses._feature_checks import check_number, check_reduction, number
+from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
+from allgrad.losses._packed import Packing, Part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,7 +95,7 @@ def maxsim_loss(
 
     Cost: the token scores of a chunk of queries and documents exist at a time, and are computed
     again in backward. Forward sends the documents' tokens and lengths after one small message,
-    backward the gradients of the tokens; ``symmetric`` doubles both.
+    backward the gradients of the tokens; ``symmetric`` doubles what is sent, not the messages.
     """
     arguments: dict[str, object] = {"query": query, "query_mask": query_mask}
     arguments |= {"document": document, "document_mask": document_mask, "scale": scale}
@@ -132,26 +133,27 @@ def maxsim_loss(
     pairs, query_tokens, document_tokens = (agreed.column(i) for i in range(3))
     if not sum(pairs):
         raise InputError("maxsim_loss: no rank has a pair.\nGive at least one rank a pair.")
-    first = sum(pairs[: agreed.rank])
-    mine = [_Samples(x.tokens, x.lengths, first) for x in (q, d)]
-    factor = number(scale)
-    losses, counted = _direction(
-        mine[0], _joined(d, document_tokens, pairs, group), factor, queries_are_rows=True
-    )
+    first, (query_lengths, document_lengths) = sum(pairs[: agreed.rank]), (q.lengths, d.lengths)
+
+    def lengths_of(samples: _Samples) -> Tensor:
+        return torch.tensor(samples.lengths, dtype=torch.int64, device=samples.tokens.device)
+
+    parts = [Part(d.tokens, document_tokens), Part(lengths_of(d), pairs)]
     if symmetric:
-        others = _joined(q, query_tokens, pairs, group)
-        back, _ = _direction(mine[1], others, factor, queries_are_rows=False)
-        losses = (losses + back) / 2
-    return global_mean(losses, counted, None, grad_reduction, group)
+        parts += [Part(q.tokens, query_tokens), Part(lengths_of(q), pairs)]
 
+    def sums(joined: list[Tensor], q: Tensor, d: Tensor, factor: Tensor) -> Tensor:
+        documents = _Samples(joined[0], joined[1].tolist())
+        queries = _Samples(q, query_lengths, first)
+        losses, counted = _direction(queries, documents, factor, queries_are_rows=True)
+        if symmetric:
+            rows = _Samples(d, document_lengths, first)
+            columns = _Samples(joined[2], joined[3].tolist())
+            losses = (losses + _direction(rows, columns, factor, queries_are_rows=False)[0]) / 2
+        return weighted_sums(losses, counted, None)
 
-def _joined(
-    samples: _Samples, tokens: tuple[int, ...], counts: tuple[int, ...], group: GroupLike
-) -> _Samples:
-    """The samples of all ranks."""
-    own = torch.tensor(samples.lengths, dtype=torch.int64, device=samples.tokens.device)
-    lengths = all_gather(own, sizes=counts, group=group, grad="none").tolist()
-    return _Samples(all_gather(samples.tokens, sizes=tokens, group=group), lengths)
+    mean = GlobalMean("maxsim_loss", agreed.rank, Packing(parts), sums, grad_reduction, group)
+    return mean(q.tokens, d.tokens, number(scale))
 
 
 def _direction(

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import InputError, PieceMismatch
 from allgrad.losses._agreement import CallSpec, agree, require
-from allgrad.losses._each_row import global_mean
+from allgrad.losses._each_row import weighted_sums
 from allgrad.losses._feature_checks import (
     check_features,
     check_number,
@@ -18,7 +17,9 @@ from allgrad.losses._feature_checks import (
     check_reduction,
     number,
 )
+from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
+from allgrad.losses._packed import Packing, Part
 from allgrad.losses._relations import Keys, Queries, Relation, score_rows
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def multiple_negatives_loss(
     ``margin``, negatives are left out whose similarity, before the scale, is above that of the pair
     minus the margin. ``weights``, one for each pair, weigh the pairs in the mean.
 
-    Gradient and cost: see ``supcon_loss``; ``symmetric`` doubles both.
+    Gradient and cost: see ``supcon_loss``; ``symmetric`` doubles what is sent and computed, not the messages.
     """
     features = {"query": query, "key": key, "hard_negatives": hard_negatives}
     own_ids = {"ids": ids, "hard_negative_ids": hard_negative_ids}
@@ -96,29 +97,45 @@ def multiple_negatives_loss(
         raise InputError(
             "multiple_negatives_loss: no rank has a pair.\nGive at least one rank a pair."
         )
-    relation, factor = Relation(by_ids=False, margin=margin), number(scale)
-
-    def direction(rows: Tensor, *candidates: Tensor | None, sizes: tuple[int, ...]) -> list[Tensor]:
-        """The loss of each row, whose own column is its rank's first candidate and so on."""
-        gathered = {"key": torch.cat([x for x in candidates if x is not None])}
+    relation = Relation(by_ids=False, margin=margin)
+    keys = tuple(a + b for a, b in agreed.counts)
+    candidates = key if hard_negatives is None else torch.cat([key, hard_negatives])
+    parts = [Part(candidates, keys)]
+    if ids is not None:
+        its = [ids] if hard_negative_ids is None else [ids, hard_negative_ids]
+        parts.append(Part(torch.cat(its).long(), keys))
+    if symmetric:
+        parts.append(Part(query, pairs))
         if ids is not None:
-            more = hard_negative_ids if len(candidates) > 1 else None
-            gathered["ids"] = torch.cat([x for x in (ids, more) if x is not None]).long()
-        joined = all_gather(gathered, sizes=sizes, group=group)
+            parts.append(Part(ids.long(), pairs))
+
+    def direction(
+        rows: Tensor, joined: list[Tensor], sizes: tuple[int, ...], factor: Tensor, old: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of each row, whose own column is its rank's first candidate and so on."""
+        columns, *column_ids = joined
         first = sum(sizes[: agreed.rank])
         own = torch.arange(first, first + len(rows), device=rows.device)
-        columns = [Keys(joined["key"], joined.get("ids"), 0)]
-        if queue is not None and len(candidates) > 1:
-            old = queue.features.to(rows)
-            columns.append(Keys(old, queue.ids, sum(sizes), filled=queue.filled))
+        blocks = [Keys(columns, column_ids[0] if column_ids else None, 0)]
+        if queue is not None and old:
+            earlier = queue.features.to(rows)
+            blocks.append(Keys(earlier, queue.ids, sum(sizes), filled=queue.filled))
         queries = Queries(rows, None if ids is None else ids.long(), own)
-        return list(score_rows("softmax", relation, queries, columns, factor))
+        return score_rows("softmax", relation, queries, blocks, factor)
 
-    keys = tuple(a + b for a, b in agreed.counts)
-    losses, counted = direction(query, key, hard_negatives, sizes=keys)
-    if symmetric:
-        losses = (losses + direction(key, query, sizes=pairs)[0]) / 2
-    return global_mean(losses, counted, weights, grad_reduction, group)
+    def sums(
+        joined: list[Tensor], query: Tensor, key: Tensor, factor: Tensor, *weights: Tensor
+    ) -> Tensor:
+        each = len(joined) // 2 if symmetric else len(joined)
+        losses, counted = direction(query, joined[:each], keys, factor, old=True)
+        if symmetric:
+            back, _ = direction(key, joined[each:], pairs, factor, old=False)
+            losses = (losses + back) / 2
+        return weighted_sums(losses, counted, weights[0] if weights else None)
+
+    name = "multiple_negatives_loss"
+    mean = GlobalMean(name, agreed.rank, Packing(parts), sums, grad_reduction, group)
+    return mean(query, key, number(scale), *(() if weights is None else (weights,)))
 
 
 def _check_both_sides(

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import InputError, PieceMismatch
 from allgrad.losses._agreement import CallSpec, agree, require
-from allgrad.losses._each_row import global_mean
+from allgrad.losses._each_row import weighted_sums
 from allgrad.losses._feature_checks import (
     check_features,
     check_number,
@@ -17,7 +16,9 @@ from allgrad.losses._feature_checks import (
     check_reduction,
     number,
 )
+from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
+from allgrad.losses._packed import Packing, Part
 from allgrad.losses._relations import Keys, Queries, Relation, score_rows
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def supcon_loss(
     (``grad_reduction="mean"``: DDP, FSDP) or summed (``"sum"``), of any order. A margin's choice of
     negatives has no derivative.
 
-    Cost: one small message, one gather of keys each way, one sum of two numbers each way. Scores
+    Cost: one small message, one gather of keys with ids, one sum of two numbers; backward one message. Scores
     exist in chunks, computed in forward and again in backward; a margin computes them once more.
     """
     return _several_positives(
@@ -178,17 +179,27 @@ def _several_positives(  # noqa: PLR0917
     sizes = agreed.column(1)
     if not sum(agreed.column(0)) or not sum(sizes):
         raise InputError(f"{name}: no rank has a query and a key.\nGive at least one rank both.")
-    gathered: dict[str, Tensor] = {"key": key, "ids": key_ids.long()}
+    common = key.dtype
+    if key_weights is not None:  # in one message, in a dtype that holds both
+        common = torch.promote_types(key.dtype, key_weights.dtype)
+    parts = [Part(key.to(common), sizes), Part(key_ids.long(), sizes)]
     if key_weights is not None:
-        gathered["weights"] = key_weights
-    joined = all_gather(gathered, sizes=sizes, group=group)
+        parts.append(Part(key_weights.to(common), sizes))
     first = sum(sizes[: agreed.rank])
     own = torch.arange(first, first + len(query), device=query.device)
-    rows = Queries(query, query_ids.long(), own if relation.exclude_self else None)
-    columns = [Keys(joined["key"], joined["ids"], 0, joined.get("weights"))]
-    if queue is not None:
-        columns.append(Keys(queue.features.to(query), queue.ids, sum(sizes), filled=queue.filled))
-    scale, *bias = (number(x) for x in numbers.values())
-    losses, has_positive = score_rows(kind, relation, rows, columns, scale, *bias)
-    counted = has_positive if kind == "softmax" else torch.ones_like(has_positive)
-    return global_mean(losses, counted, query_weights, grad_reduction, group)
+
+    def sums(joined: list[Tensor], query: Tensor, *others: Tensor) -> Tensor:
+        keys, ids, *weights = joined
+        rows = Queries(query, query_ids.long(), own if relation.exclude_self else None)
+        columns = [Keys(keys.to(key.dtype), ids, 0, weights[0] if weights else None)]
+        if queue is not None:
+            old = queue.features.to(query)
+            columns.append(Keys(old, queue.ids, sum(sizes), filled=queue.filled))
+        scalars, its_weights = others[: len(numbers)], others[len(numbers) :]
+        losses, has_positive = score_rows(kind, relation, rows, columns, *scalars)
+        counted = has_positive if kind == "softmax" else torch.ones_like(has_positive)
+        return weighted_sums(losses, counted, its_weights[0] if its_weights else None)
+
+    mean = GlobalMean(name, agreed.rank, Packing(parts), sums, grad_reduction, group)
+    more = () if query_weights is None else (query_weights,)
+    return mean(query, *map(number, numbers.values()), *more)

@@ -1,0 +1,150 @@
+"""A mean over the rows of all ranks, in three messages: the ranks' tensors; sums; gradients.
+
+    forward     what every rank needs of the others     all_gather
+                sum of the terms, sum of the weights    all_reduce
+    backward    gradients of the first, and the         reduce_scatter
+                weights that the ranks give to the mean
+
+The gradients of the sums are computed for a weight of one, so that they can travel with the ranks' own
+weights. This is eager autograd's first derivative. All others, and torch.func, differentiate the same
+steps one by one, in more messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from allgrad._autograd import call_order
+from allgrad._autograd.transforms import ANCHOR, in_lockstep, is_plain_autograd
+from allgrad._wire import primitives as wire
+from allgrad.collectives.all_gather import all_gather, reduce_scatter
+from allgrad.collectives.all_reduce import all_reduce
+from allgrad.losses._key_blocks import KeyLayout, reduce_sums
+from allgrad.losses._tiles.accumulators import accumulator_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from allgrad.losses._arguments import GradReduction
+    from allgrad.losses._packed import Packing
+    from allgrad.types import GroupLike
+
+__all__ = ["GlobalMean"]
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalMean:
+    """How the mean is computed.
+
+    ``sums(joined parts, *own)`` gives two numbers of this rank: the weighted sum of its terms, and
+    the sum of their weights.
+    """
+
+    name: str
+    rank: int
+    packing: Packing
+    sums: Callable[..., Tensor]
+    grad_reduction: GradReduction
+    group: GroupLike
+
+    def __call__(self, *own: Tensor) -> Tensor:
+        """The mean of all ranks, on every rank; ``own`` are tensors that stay on this rank."""
+        if not is_plain_autograd() or len(self.packing.sizes) == 1:
+            return self._mean(self.packing.gather_apart(self.group), *own)
+        message = self.packing.pack()
+        if in_lockstep() or not torch.is_grad_enabled():
+            return self.step_by_step(message, *own)
+        mean: Tensor = _Mean.apply(self, ANCHOR, message, *own)  # type: ignore[no-untyped-call]
+        if call_order.STATE.gated:
+            (mean,) = call_order.gate((mean,))
+        return mean
+
+    def step_by_step(self, message: Tensor, *own: Tensor) -> Tensor:
+        """The mean, of which autograd sees every step."""
+        received = all_gather(message, sizes=self.packing.sizes, group=self.group)
+        return self._mean(self.packing.unpack(received), *own)
+
+    def _mean(self, joined: list[Tensor], *own: Tensor) -> Tensor:
+        sums = self.sums(joined, *own)
+        grad: Literal["sum", "same"] = "sum" if self.grad_reduction == "mean" else "same"
+        total, weight = all_reduce(sums, group=self.group, grad=grad)
+        mean: Tensor = total / weight
+        return mean
+
+
+@call_order.ordered
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, how: GlobalMean, anchor: Tensor, message: Tensor, *own: Tensor) -> Tensor:  # noqa: ARG004
+        ctx.how, ctx.call = how, wire.resolve(how.name, how.group)
+        call_order.register(ctx, ctx.call, message)
+        received = all_gather(message, sizes=how.packing.sizes, group=how.group, grad="none")
+        inputs = [x.detach().requires_grad_() for x in (received, *own)]
+        with torch.enable_grad():
+            sums = how.sums(how.packing.unpack(inputs[0]), *inputs[1:])
+        total, weight = all_reduce(sums.detach(), group=how.group, grad="none")
+        mean: Tensor = total / weight
+        ctx.kept = sums, inputs, torch.stack([1 / weight, -mean / weight])
+        ctx.save_for_backward(message, *own)
+        return mean
+
+    @staticmethod
+    def backward(ctx: Any, by_mean: Tensor) -> tuple[Tensor | None, ...]:
+        call_order.check(ctx, ctx.call)
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        kept, ctx.kept = ctx.kept, None
+        if torch.is_grad_enabled() or kept is None:  # create_graph=True, or a graph kept for more
+            return None, None, *_in_steps(ctx.how, saved, needed, by_mean)
+        sums, inputs, factors = kept
+        return None, None, *_in_one_message(ctx.how, sums, inputs, factors, needed, by_mean)
+
+
+def _in_one_message(  # noqa: PLR0917
+    how: GlobalMean,
+    sums: Tensor,
+    inputs: Sequence[Tensor],
+    factors: Tensor,
+    needed: Sequence[bool],
+    by_mean: Tensor,
+) -> list[Tensor | None]:
+    # This rank's own weight, for as long as gradients are in 16 bits: a loss scale keeps small ones.
+    own_weight = torch.where(by_mean == 0, 1, by_mean)
+    wanted = [inputs[0], *(x for x, n in zip(inputs[1:], needed[1:], strict=True) if n)]
+    found = torch.autograd.grad(sums, wanted, factors * own_weight, materialize_grads=True)
+    by_received, *others = (_wide(x) / own_weight.to(x.device) for x in found)
+    sizes = how.packing.sizes
+    if how.grad_reduction == "sum":
+        sent, total = (by_received * by_mean).to(found[0].dtype), by_mean
+        own = reduce_scatter(sent, sizes=sizes, group=how.group, grad="none")
+    else:
+        layout, term = KeyLayout(how.rank, sizes, how.group), by_mean.to(by_received.dtype)
+        rows, summed = reduce_sums(layout, by_received.unsqueeze(1), term)
+        assert summed is not None
+        own, total = (rows.squeeze(1) * summed).to(found[0].dtype), summed
+    times_total = iter(
+        (x * total.to(x.device)).to(like.dtype) for x, like in zip(others, found[1:], strict=True)
+    )
+    return [own, *(next(times_total) if n else None for n in needed[1:])]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(accumulator_dtype(x.dtype))
+
+
+def _in_steps(
+    how: GlobalMean, saved: Sequence[Tensor], needed: Sequence[bool], by_mean: Tensor
+) -> list[Tensor | None]:
+    """The gradients, which can be differentiated again; every rank takes part in each call."""
+    graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        inputs = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in saved]
+        mean = how.step_by_step(*inputs)
+        found = torch.autograd.grad(
+            mean, inputs, by_mean, create_graph=graph, materialize_grads=True
+        )
+    return [g if n else None for g, n in zip(found, needed, strict=True)]

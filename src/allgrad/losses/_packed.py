@@ -1,0 +1,89 @@
+"""Several tensors of each rank in one message: features, and whole numbers that belong to them.
+
+    rank 0   [ features | ids ]                 features of all ranks, ids of all ranks
+    rank 1   [ features | ids ]       --->      features of all ranks, ids of all ranks
+    rank 2   [ features | ids ]                 features of all ranks, ids of all ranks
+
+Whole numbers travel as the bytes of features, which a gather copies and nobody computes with. Their
+gradient is zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from allgrad.collectives.all_gather import all_gather
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from allgrad.types import GroupLike
+
+__all__ = ["Packing", "Part"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of this rank, and how many rows of it each rank holds. Whole numbers are int64."""
+
+    own: Tensor
+    rows: tuple[int, ...]
+
+
+class Packing:
+    """The layout of one message: a vector of one dtype for each rank.
+
+    The first part must be floating-point; others are of its dtype, or whole numbers.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts, self.dtype = parts, parts[0].own.dtype
+        self.per_row = [self._elements_per_row(part.own) for part in parts]
+        by_rank = zip(*(part.rows for part in parts), strict=True)
+        self.counts = [
+            [n * each for n, each in zip(rows, self.per_row, strict=True)] for rows in by_rank
+        ]
+        self.sizes = tuple(map(sum, self.counts))  # of each rank's message
+
+    def _elements_per_row(self, x: Tensor) -> int:
+        width = x.shape[1:].numel()
+        return width if x.is_floating_point() else width * (8 // self.dtype.itemsize)
+
+    def pack(self) -> Tensor:
+        """The message of this rank; its floating-point parts are differentiable."""
+        flat = [part.own.reshape(-1) for part in self.parts]
+        if not any(map(len, flat)):
+            # Torch cuts the graph of the gradient behind a cat of nothing, and this rank would not
+            # take part in the second derivative (the kind "empty" of the tests).
+            return sum((x for x in flat[1:] if x.is_floating_point()), start=flat[0])
+        return torch.cat([x if x.is_floating_point() else x.view(self.dtype) for x in flat])
+
+    def gather_apart(self, group: GroupLike) -> list[Tensor]:
+        """Each part of all ranks, a message for each: torch.func has no bytes of another dtype."""
+        return [
+            all_gather(
+                part.own,
+                sizes=part.rows,
+                group=group,
+                grad="sum" if part.own.is_floating_point() else "none",
+            )
+            for part in self.parts
+        ]
+
+    def unpack(self, received: Tensor) -> list[Tensor]:
+        """Each part of all ranks, joined in rank order."""
+        pieces = [
+            message.split(counts)
+            for message, counts in zip(received.split(self.sizes), self.counts, strict=True)
+        ]
+        found = []
+        for number, part in enumerate(self.parts):
+            joined = torch.cat([piece[number] for piece in pieces])
+            if not part.own.is_floating_point():
+                joined = joined.detach().view(torch.int64)
+            found.append(joined.reshape(sum(part.rows), *part.own.shape[1:]))
+        return found
