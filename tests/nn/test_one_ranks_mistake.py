@@ -1,10 +1,11 @@
-"""A mistake that one rank alone can see: in checked mode every rank raises, and names that rank."""
+"""A mistake that one rank alone can see: in checked mode and under a deadline every rank raises."""
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import allgrad as ag
-from allgrad.errors import InputError, RankRaised
+from allgrad.errors import InputError, RankLate, RankLost, RankRaised
 from allgrad.nn import (
     ColumnParallelLinear,
     HaloConv1d,
@@ -18,6 +19,7 @@ from allgrad.nn import (
     minibatch_stddev,
     ring_attention,
 )
+from allgrad.testing import run_ranks
 
 ODD = 1
 
@@ -66,6 +68,23 @@ def test_every_rank_raises_in_checked_mode(rank, world):
         assert name in str(caught.value), name
         assert rank == ODD or f"rank {ODD}" in str(caught.value), name
         assert ag.all_reduce(torch.ones(())).item() == world, name
+
+
+def make_mistake(name):
+    """Outside checked mode the others wait for the rank that raised, as long as they are told to."""
+    rank = dist.get_rank()
+    ag.all_reduce(torch.ones(()))  # all of them are there
+    error = InputError if rank == ODD else (RankLate, RankLost)
+    with pytest.raises(error) as caught, ag.deadline(2):
+        MISTAKES[name](int(rank == ODD), rank)
+    assert name in str(caught.value) if rank == ODD else f"rank {ODD}" in str(caught.value)
+    dist.destroy_process_group()
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_every_rank_raises_under_a_deadline(name):
+    run_ranks(make_mistake, 3, name)
 
 
 @pytest.mark.ranks(3)
