@@ -86,11 +86,12 @@ def inside(calls: int) -> None:
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    for implementation in implementations().values():
+    made = implementations()
+    for implementation in made.values():
         for _ in range(20):
             implementation()
     control("--instr=on")
-    for name, implementation in implementations().items():
+    for name, implementation in made.items():
         control("--zero")
         for _ in range(calls):
             implementation()

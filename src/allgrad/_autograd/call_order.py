@@ -102,10 +102,11 @@ class Order:
 
     def enter(self, task: int) -> None:
         """Go on with another backward pass; one may run inside another."""
-        now = self.task, self.number, self.name
-        again = task == self.before[0]
-        self.task, self.number, self.name = self.before if again else (task, _ANY, "")
-        self.before = now
+        before, self.before = self.before, (self.task, self.number, self.name)
+        if before[0] == task:
+            self.task, self.number, self.name = before
+        else:
+            self.task, self.number, self.name = task, _ANY, ""
 
 
 def register(ctx: Any, call: Call, x: Tensor) -> None:
@@ -224,7 +225,7 @@ def _reserve_numbers_on(device: torch.device) -> None:
 
 def gate(ys: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The results of a registered call, behind a gate."""
-    gated: tuple[Tensor, ...] = _Gate.apply(ys[0].grad_fn, *ys)  # type: ignore[no-untyped-call]
+    gated: tuple[Tensor, ...] = _apply_gate(ys[0].grad_fn, *ys)  # type: ignore[no-untyped-call]
     return gated
 
 
@@ -244,6 +245,10 @@ class _Gate(torch.autograd.Function):
         is_last = bool(last) and last[0].number == node.number
         set_sequence_number(node, _AT_ONCE if is_last else node.number - STATE.first)
         return None, *gradients
+
+
+# The same as _Gate.apply outside of torch.func, less what that one does in Python.
+_apply_gate = super(torch.autograd.Function, _Gate).apply
 
 
 def check(ctx: Any, call: Call) -> None:

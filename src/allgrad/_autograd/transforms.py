@@ -61,6 +61,7 @@ __all__ = [
 # may, and its backward needs every rank (test_piece_without_gradient_takes_part). Autograd marks a
 # result when some input requires grad; this one always does, is empty, and never gets a gradient.
 ANCHOR = torch.empty(0, requires_grad=True)
+_STATE = call_order.STATE
 
 
 def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tuple[Tensor, ...]:
@@ -69,7 +70,7 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
         return _trace(pair, xs, stop=stop)
     transformed = functorch_active() or dual_level() >= 0
     if stop or not (xs[0].is_floating_point() or _differentiable(xs)):
-        if not stop and not transformed:
+        if not transformed and not (stop and torch.is_grad_enabled() and _require_grad(xs)):
             return _plain(pair, xs)
         with torch.no_grad():
             return _run(_Constant, pair, xs) if transformed else _plain(pair, xs)
@@ -85,18 +86,20 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
     if transformed:
         return _run(_Apply, pair, xs)
     if torch.is_grad_enabled():
-        results: tuple[Tensor, ...] = _reverse(pair, ANCHOR, *map(unwrap_if_dead, xs))  # type: ignore[no-untyped-call]
-        gated = call_order.STATE.gated and pair.call is not None
-        return call_order.gate(results) if gated else results
+        alive = tuple(map(unwrap_if_dead, xs))
+        anchor = None if alive[0].requires_grad else ANCHOR
+        results: tuple[Tensor, ...] = _reverse(pair, anchor, *alive)  # type: ignore[no-untyped-call]
+        return call_order.gate(results) if _STATE.gated and pair.call is not None else results
     return _plain(pair, xs)
 
 
 def apply_adjoint(pair: AdjointPair, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     """The same for the pair's adjoint, in backward."""
+    adjoint = pair._adjoint or pair.adjoint  # noqa: SLF001 - a property takes a call of its own
     for g in gradients:
         if is_batched_gradient(g):
-            return rebatch(apply(pair.adjoint, unbatch(gradients)))
-    return apply(pair.adjoint, gradients)
+            return rebatch(apply(adjoint, unbatch(gradients)))
+    return apply(adjoint, gradients)
 
 
 _order: Callable[[AdjointPair, Sequence[Tensor]], tuple[Tensor, ...] | None] | None = None
@@ -119,16 +122,15 @@ def run_map(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Run the pair's map below view tracking: a view made inside an autograd.Function could not be
     changed in place by the caller (y /= 2). A tensor that is handed through stays as it is.
     """
-    if has_only_shape(xs[0]):
+    x = xs[0]
+    if x.is_meta or (type(x) not in _PLAIN and has_only_shape(x)):
         return tuple(_shapes_alone(pair, xs))
     with below_view_tracking():
-        return tuple(_forward(pair, xs))
+        return tuple(_without_autocast(pair, xs) if any_autocast() else pair.forward(xs))
 
 
-def _forward(pair: AdjointPair, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The map itself, outside autocast, which would change what it packs (test_autocast)."""
-    if not any_autocast():
-        return pair.forward(xs)
+def _without_autocast(pair: AdjointPair, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The map itself; autocast would change what it packs (test_autocast)."""
     with torch.autocast(xs[0].device.type, enabled=False):
         return pair.forward(xs)
 
@@ -146,8 +148,12 @@ def needs_graph(xs: Sequence[Tensor]) -> bool:
 def _plain(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     # A tensor that is handed through: the caller's own leaf would still require grad.
     if len(xs) == 1:
-        (y,) = _shapes_alone(pair, xs) if has_only_shape(xs[0]) else _forward(pair, xs)
-        return (y.detach() if y is xs[0] else y,)
+        x = xs[0]
+        if x.is_meta or (type(x) not in _PLAIN and has_only_shape(x)):
+            (y,) = _shapes_alone(pair, xs)
+        else:
+            (y,) = _without_autocast(pair, xs) if any_autocast() else pair.forward(xs)
+        return (y.detach() if y is x else y,)
     # Not as views of one message: changing one in place would spoil the others' backward.
     given = set(map(id, xs))
     return tuple([y.detach() if id(y) in given else y for y in run_map(pair, xs)])
@@ -176,6 +182,13 @@ def _run(function: type[_Apply], pair: AdjointPair, xs: Sequence[Tensor]) -> tup
 def _differentiable(xs: Sequence[Tensor]) -> bool:
     for x in xs:  # noqa: SIM110 - any() costs a generator in every call
         if x.is_floating_point() or x.is_complex():
+            return True
+    return False
+
+
+def _require_grad(xs: Sequence[Tensor]) -> bool:
+    for x in xs:  # noqa: SIM110
+        if x.requires_grad:
             return True
     return False
 
@@ -254,17 +267,19 @@ class _Reverse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, pair: AdjointPair, anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
+    def forward(
+        ctx: Any,
+        pair: AdjointPair,
+        anchor: Tensor | None,  # noqa: ARG004
+        *xs: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.pair, made = pair, pair.made
         # While one thread makes the calls, on the host, their place needs no record.
-        if (
-            made is not None
-            and made.call.size > 1
-            and (
-                made.call.group.thread != get_ident() or call_order.STATE.gated or not xs[0].is_cpu
-            )
-        ):
-            call_order.register(ctx, made.call, xs[0])
+        if made is not None:
+            call = made.call
+            group = call.group
+            if group.size > 1 and (group.thread != get_ident() or _STATE.gated or not xs[0].is_cpu):
+                call_order.register(ctx, call, xs[0])
         return run_map(pair, xs)
 
     @staticmethod

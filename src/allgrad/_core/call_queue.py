@@ -74,4 +74,6 @@ def in_turn(call: Callable[[], T]) -> T:
 
 def in_backward() -> bool:
     """Tell whether this call belongs to a backward, wherever it runs."""
-    return _HERE.in_backward if _HERE.in_queue else in_backward_pass()
+    if QUEUE.pending and _HERE.in_queue:
+        return _HERE.in_backward
+    return in_backward_pass()

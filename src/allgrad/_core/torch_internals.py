@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from operator import methodcaller
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -34,9 +35,13 @@ foreach_copy_ = torch._foreach_copy_
 
 __all__ = [
     "FINDS_LENGTHS_IN_TRANSFORMS",
+    "GATHER",
     "PROFILER",
     "PROFILING",
+    "REDUCE_SCATTER",
+    "AllgatherOptions",
     "FakeTensor",
+    "ReduceScatterOptions",
     "VmapInterpreter",
     "add_batch_dim",
     "any_autocast",
@@ -172,9 +177,8 @@ def node_class(function: type[torch.autograd.Function]) -> type:
     return found
 
 
-def sequence_number_of(node: Any) -> int:
-    """The number of a node among those of its thread."""
-    return node._sequence_nr()  # type: ignore[no-any-return]
+# The number of a node among those of its thread. Read in every backward, hence no function of ours.
+sequence_number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
 def set_sequence_number(node: Any, number: int) -> None:
@@ -199,6 +203,13 @@ if PROFILING not in PROFILER:
 from torch._subclasses.fake_tensor import FakeTensor
 
 # ---- process groups --------------------------------------------------------------------------
+# The group's own calls, by name, and their options: what torch.distributed's functions do in Python would
+# take as long as a small call. Private until torch 2.13. Without them: those functions.
+AllgatherOptions = torch._C._distributed_c10d.AllgatherOptions
+ReduceScatterOptions = torch._C._distributed_c10d.ReduceScatterOptions
+_PUBLIC = hasattr(torch.distributed.ProcessGroup, "all_gather_single")
+GATHER = "all_gather_single" if _PUBLIC else "_allgather_base"
+REDUCE_SCATTER = "reduce_scatter_single" if _PUBLIC else "_reduce_scatter_base"
 
 
 def backend_for(process_group: Any, device: torch.device) -> Any:

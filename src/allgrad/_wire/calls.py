@@ -24,7 +24,7 @@ from allgrad._wire.groups import Group, GroupLike, find_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Hashable, Sequence
-    from types import FrameType
+    from types import CodeType, FrameType
 
     from torch import Tensor
 
@@ -81,6 +81,9 @@ def locate_calls(wanted: bool) -> None:
     _locating += 1 if wanted else -1
 
 
+_GROUP, _ProcessGroup = dist.group, dist.ProcessGroup
+
+
 def group_key(group: GroupLike) -> Hashable:
     """A key of a process group, valid as long as it lives; ``None`` for anything else.
 
@@ -90,9 +93,9 @@ def group_key(group: GroupLike) -> Hashable:
     # In this order TorchDynamo guards on neither state: a graph is not compiled again for it.
     if torch.compiler.is_dynamo_compiling() or _describing:
         return None
-    found = dist.group.WORLD if group is None else group
-    key = weakref.ref(found) if isinstance(found, dist.ProcessGroup) else None
-    return key if key is None or not _locating else (key, call_site())
+    found = _GROUP.WORLD if group is None else group
+    key = weakref.ref(found) if isinstance(found, _ProcessGroup) else None
+    return key if key is None or not _locating else (key, _site_above(3))
 
 
 def resolve(name: str, group: GroupLike, details: Callable[[], str] | None = None) -> Call:
@@ -173,7 +176,17 @@ _COMMANDS = _OWN_FILES + "cli" + os.sep  # programs of users, as it were
 _TORCH_FILES = str(Path(torch.__file__).parent) + os.sep
 
 
-_sites_of_graphs = threading.local()
+class _Thread(threading.local):
+    """The line of the graph's node that this thread runs."""
+
+    site: str | None = None
+
+
+_sites_of_graphs = _Thread()
+# Lines found before, by code and instruction. A code object is found by its id and kept: its hash reads
+# all of it.
+_SITES: dict[tuple[int, int], tuple[CodeType, str]] = {}
+_MOST_SITES = 4096
 
 
 @contextlib.contextmanager
@@ -188,9 +201,8 @@ def at_site(site: str) -> Generator[None]:
 
 def call_site() -> str:
     """The line of the user's program that is running: the innermost outside allgrad and torch."""
-    of_graph: str | None = getattr(_sites_of_graphs, "site", None)
-    if of_graph is not None:
-        return of_graph
+    if _sites_of_graphs.site is not None:
+        return _sites_of_graphs.site
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None:
         file = frame.f_code.co_filename
@@ -198,6 +210,27 @@ def call_site() -> str:
             return _site(file, frame.f_lineno)
         frame = frame.f_back
     return "an unknown line"
+
+
+def _site_above(depth: int) -> str:
+    """The same, where the caller's frame ``depth`` up is most often the user's."""
+    try:
+        frame = sys._getframe(depth + 1)  # noqa: SLF001
+    except ValueError:  # called by no Python
+        return call_site()
+    code = frame.f_code
+    key = id(code), frame.f_lasti
+    known = _SITES.get(key)
+    if (
+        known is not None
+    ):  # not inside at_site: a node of a graph is called by no line of the user's
+        return known[1]
+    site = call_site()
+    if _is_users(code.co_filename) and _sites_of_graphs.site is None:
+        if len(_SITES) >= _MOST_SITES:
+            _SITES.clear()
+        _SITES[key] = code, site
+    return site
 
 
 def error_site(error: BaseException) -> str:

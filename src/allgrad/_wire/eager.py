@@ -14,6 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from allgrad._core.torch_internals import (
+    GATHER,
+    REDUCE_SCATTER,
+    AllgatherOptions,
+    ReduceScatterOptions,
+)
 from allgrad._wire import deadline, diagnosis, watchdog
 from allgrad.errors import RankRaised
 
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from allgrad._wire.calls import Call
+    from allgrad._wire.groups import Group
 
 __all__ = [
     "CAN_ADD",
@@ -64,6 +71,7 @@ def _options(kind: Any) -> tuple[Any, Any]:
 # Small messages go to the process group itself: torch.distributed's functions would take half of
 # their time.
 _SUMS, _EXCHANGES = _options(dist.AllreduceOptions), _options(dist.AllToAllOptions)
+_GATHERS, _SCATTERS = _options(AllgatherOptions), _options(ReduceScatterOptions)
 
 
 @lru_cache(maxsize=1024)
@@ -81,11 +89,6 @@ def _rooted(kind: Any, root: int) -> tuple[Any, Any]:
     for options in both:
         options.rootRank = root
     return both
-
-
-# Renamed in torch 2.13, where the old names warn.
-_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 # ---- all_reduce ------------------------------------------------------------------------------
@@ -145,9 +148,10 @@ def all_to_all(
     equal: bool = False,
     _peers: object = None,
 ) -> Tensor:
-    if equal:
-        return all_to_all_equal(call, x)
-    out = x.new_empty((sum(receive), *x.shape[1:]))
+    if equal:  # without counts: handing those over would take longer than all else
+        out, send, receive = torch.empty_like(x), _NO_COUNTS, _NO_COUNTS
+    else:
+        out = x.new_empty((sum(receive), *x.shape[1:]))
     into, sent = out, x
     if x.dtype not in _CAN_MOVE:
         into, sent = _as_bytes(out), _as_bytes(x)
@@ -157,14 +161,9 @@ def all_to_all(
     return out
 
 
-def all_to_all_equal(call: Call, x: Tensor, *_: object) -> Tensor:
-    """Blocks of one size, without counts: handing those over would take longer than all else."""
-    out = torch.empty_like(x)
-    into, sent = out, x
-    if x.dtype not in _CAN_MOVE:
-        into, sent = _as_bytes(out), _as_bytes(x)
-    _call(call, "alltoall_base", _EXCHANGES, into, sent, _NO_COUNTS, _NO_COUNTS)
-    return out
+def all_to_all_equal(call: Call, x: Tensor) -> Tensor:
+    """Blocks of one size."""
+    return all_to_all(call, x, _NO_COUNTS, _NO_COUNTS, equal=True)
 
 
 # ---- all_gather ------------------------------------------------------------------------------
@@ -172,8 +171,7 @@ def all_to_all_equal(call: Call, x: Tensor, *_: object) -> Tensor:
 
 def all_gather(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
     out = x.new_empty((sum(counts), *x.shape[1:]))
-    gather = partial(_GATHER, _movable(out), _movable(x), group=call.group.process_group)
-    _run(call, lambda later: gather(async_op=later))
+    _call(call, GATHER, _GATHERS, _movable(out), _movable(x))
     return out
 
 
@@ -217,8 +215,8 @@ def all_gather_by_broadcasts(call: Call, x: Tensor, counts: Sequence[int]) -> Te
 
 def reduce_scatter(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
     out = x.new_empty((counts[call.rank], *x.shape[1:]))
-    scatter = partial(_REDUCE_SCATTER, out, x, group=call.group.process_group)
-    _run(call, lambda later: scatter(async_op=later))
+    into, sent = (torch.view_as_real(out), torch.view_as_real(x)) if x.is_complex() else (out, x)
+    _call(call, REDUCE_SCATTER, _SCATTERS, into, sent)
     return out
 
 
@@ -246,20 +244,27 @@ def reduce_scatter_by_exchange(call: Call, x: Tensor, counts: Sequence[int]) -> 
 
 def _call(call: Call, method: str, options: tuple[Any, Any], *args: Any) -> None:
     """Make one call of the process group and wait for it."""
-    process_group = call.group.process_group
-    if not (deadline.STATE.no_deadline and call.group.registered):
-        _run(call, lambda later: getattr(process_group, method)(*args, options[later]))
+    group, watched = call.group, watchdog.STATE
+    if watched.thread is None or not (group.registered and deadline.STATE.no_deadline):
+        _run(call, partial(_begin_one, group, method, options, args))
         return
+    begin = getattr(group.process_group, method)
     began = time.monotonic()
-    watchdog.STATE.waiting = call, None, began
+    watched.waiting = call, None, began
     try:
-        work = getattr(process_group, method)(*args, options[False])
+        work = begin(*args, options[False])
         if work is not None:
             work.wait()
     except RuntimeError as error:
         raise _explained(call, error, began) from error
     finally:
-        watchdog.STATE.waiting = None
+        watched.waiting = None
+
+
+def _begin_one(
+    group: Group, method: str, options: tuple[Any, Any], args: Sequence[Any], later: bool
+) -> Any:
+    return getattr(group.process_group, method)(*args, options[later])
 
 
 def _run(call: Call, start: Callable[[bool], Any]) -> None:

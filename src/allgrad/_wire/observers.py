@@ -82,11 +82,15 @@ def run(  # noqa: PLR0917
         with _told(operation, algorithm.name, root, call, x, begun) as result:
             result.append(algorithm.run(call, x, *args))
         return result[0]
-    recorder, event = begun or (STATE.recorder, 0)
-    if recorder is None:
+    recorder = STATE.recorder
+    if begun is not None:
+        recorder, event = begun
+        about = x.dtype, x.is_cpu, x.nbytes
+        recorder.begin(operation, algorithm.name, root, call, *about, event)
+    elif recorder is not None:
+        event = recorder.begin_again(operation, algorithm, root, call, x)
+    else:  # it gave up, or another thread ended it
         return algorithm.run(call, x, *args)
-    about = x.dtype, x.is_cpu, x.nbytes
-    event = recorder.begin(operation, algorithm.name, root, call, *about, event)
     try:
         out = algorithm.run(call, x, *args)
     except BaseException as error:

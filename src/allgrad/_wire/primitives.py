@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from allgrad._core import call_queue
+from allgrad._core.call_queue import QUEUE
 from allgrad._core.torch_internals import PROFILER, PROFILING, is_zero_tensor
 from allgrad._wire import eager, observers
 from allgrad._wire.algorithms import CHOSEN, MOVE_PARTS, PART, Situation, choose, keep_choice
@@ -69,16 +70,16 @@ class _Operation:
     """What the dispatcher needs to know of one of the six calls; all take its own arguments.
 
     name: as in ``algorithms.TABLE``.
-    sizes: piece, total and equal of its ``Situation``.
     alone: the result in a world of one.
+    sizes: piece, total and equal of its ``Situation``; None where every rank's piece is like x.
     rooted: whether its first argument is src or dst.
     counts: how many of its arguments are counts by rank.
     adds: whether it adds up what the ranks hold.
     """
 
     name: str
-    sizes: Callable[..., tuple[int, int, bool]]
     alone: Callable[..., Tensor]
+    sizes: Callable[..., tuple[int, int, bool]] | None = None
     rooted: bool = False
     counts: int = 0
     adds: bool = False
@@ -126,8 +127,9 @@ def all_to_all(  # noqa: PLR0917
     this one sends to and receives from, where these are not all. With ``parts``, of what is sent and
     of what is received, blocks need not stand together; only where ``moves_parts``.
     """
+    operation = _ALL_TO_ALL_EQUAL if equal else _ALL_TO_ALL
     args = (send, receive, equal, peers)
-    return _dispatch(_ALL_TO_ALL, call, x, args if parts is None else (*args, parts))
+    return _dispatch(operation, call, x, args if parts is None else (*args, parts))
 
 
 def moves_parts(call: Call, x: Tensor, length: float) -> bool:
@@ -173,17 +175,16 @@ def _start_overwriting(call: Call, x: Tensor, src: int) -> Callable[[], None]:
     return observers.start("broadcast", "backend", src, call, x, begin)
 
 
-def _dispatch(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) -> Tensor:
-    if call.size == 1:
-        return operation.alone(call, x, *args)
-    if _watcher is not None or (call_queue.QUEUE.pending and not call_queue.is_free()):
-        return _in_turn(operation, call, lambda: _run(operation, call, x, args), x, *args)
-    return _run(operation, call, x, args)
-
-
-def _run(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) -> Tensor:
-    """Choose an algorithm and run it."""
+def _dispatch(
+    operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...], its_turn: bool = False
+) -> Tensor:
+    """Choose an algorithm and run it, once it is the call's turn."""
     group = call.group
+    if group.size == 1:
+        return operation.alone(call, x, *args)
+    if not its_turn and (_watcher is not None or (QUEUE.pending and not call_queue.is_free())):
+        run = partial(_dispatch, operation, call, x, args, its_turn=True)
+        return _in_turn(operation, call, run, x, *args)
     group.calls += 1
     group.doing = operation.name, args[0] if operation.rooted else -1
     if x.is_conj() or x.is_neg():
@@ -192,7 +193,11 @@ def _run(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) ->
         x = x.contiguous()
     if is_zero_tensor(x):
         x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    sizes = operation.sizes(call, x, *args)
+    if operation.sizes is None:
+        nbytes = x.nbytes
+        sizes = nbytes, call.size * nbytes, True
+    else:
+        sizes = operation.sizes(call, x, *args)
     key = operation.name, group, x.dtype, x.device, sizes
     algorithm, begun = CHOSEN.get(key), None
     if algorithm is None:
@@ -254,17 +259,9 @@ def _wire_call(operation: _Operation, x: Tensor, *args: Any) -> WireCall:
     return WireCall(*about, 0, -1, *counts)
 
 
-def _whole(call: Call, x: Tensor, *_: Any) -> tuple[int, int, bool]:
-    nbytes = x.nbytes
-    return nbytes, call.size * nbytes, True
-
-
-def _exchanged(
-    call: Call, x: Tensor, _send: Any, _receive: Any, equal: bool, *_: Any
-) -> tuple[int, int, bool]:
-    nbytes = x.nbytes
+def _unknown(*_: Any) -> tuple[int, int, bool]:
     # Without the promise a rank does not know the others' sizes, so nothing may depend on them.
-    return (nbytes, call.size * nbytes, True) if equal else (0, 0, False)
+    return 0, 0, False
 
 
 def _by_counts(_call: Call, x: Tensor, counts: Sequence[int]) -> tuple[int, int, bool]:
@@ -286,9 +283,10 @@ def _alone_reduced(call: Call, x: Tensor, scratch: bool) -> Tensor:
     return x if scratch else _copy(call, x)
 
 
-_ALL_REDUCE = _Operation("all_reduce", _whole, _alone_reduced, adds=True)
-_BROADCAST = _Operation("broadcast", _whole, _copy, rooted=True)
-_REDUCE = _Operation("reduce", _whole, _copy, rooted=True, adds=True)
-_ALL_TO_ALL = _Operation("all_to_all", _exchanged, _copy, counts=2)
-_ALL_GATHER = _Operation("all_gather", _by_counts, _copy, counts=1)
-_REDUCE_SCATTER = _Operation("reduce_scatter", _by_counts, _copy, counts=1, adds=True)
+_ALL_REDUCE = _Operation("all_reduce", _alone_reduced, adds=True)
+_BROADCAST = _Operation("broadcast", _copy, rooted=True)
+_REDUCE = _Operation("reduce", _copy, rooted=True, adds=True)
+_ALL_TO_ALL = _Operation("all_to_all", _copy, _unknown, counts=2)
+_ALL_TO_ALL_EQUAL = _Operation("all_to_all", _copy, counts=2)
+_ALL_GATHER = _Operation("all_gather", _copy, _by_counts, counts=1)
+_REDUCE_SCATTER = _Operation("reduce_scatter", _copy, _by_counts, counts=1, adds=True)

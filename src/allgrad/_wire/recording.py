@@ -28,11 +28,15 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from threading import get_ident
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from allgrad._core import call_queue
+from allgrad._core.call_queue import QUEUE as _QUEUE
+from allgrad._core.call_queue import in_backward
+from allgrad._core.torch_internals import graph_task
 from allgrad._core.version import __version__
 from allgrad._wire.calls import call_site, error_site, locate_calls
 from allgrad._wire.groups import world_rank, world_size
@@ -42,6 +46,9 @@ from allgrad.errors import InputError, ModeError
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
+    from torch import Tensor
+
+    from allgrad._wire.algorithms import Algorithm
     from allgrad._wire.calls import Call
 
 __all__ = [
@@ -60,9 +67,10 @@ HEADER_BYTES, CLOSED_AT = 4096, 4088
 # start, end, bytes out (low, high), bytes in (high, low), number in its group, kind
 _EVENT, _END, _TIME = struct.Struct("<QQIHHIII"), struct.Struct("<QIH"), struct.Struct("<Q")
 _KIND = struct.Struct("<I")
+_write_event, _write_end = _EVENT.pack_into, _END.pack_into
 EVENT_BYTES = _EVENT.size
 FAILED = 1 << 63  # in the end of a call that raised
-_MOST_ERRORS = 1000
+_MOST_ERRORS, _MOST_PREPARED = 1000, 1024
 _ENVIRONMENT, _ENVIRONMENT_CALLS = "ALLGRAD_RECORD", "ALLGRAD_RECORD_CALLS"
 _DEFAULT_CALLS = 1 << 18
 
@@ -81,6 +89,9 @@ class Recorder:
         self.path, self.calls = path, calls
         self._slots = itertools.count()
         self._kinds: dict[Any, _Kind] = {}
+        self._prepared: dict[
+            Any, tuple[int, Iterator[int], Call]
+        ] = {}  # by identity, for calls made again
         self._groups: dict[Any, tuple[int, Iterator[int]]] = {}
         self._threads: dict[int, int] = {}
         self._errors = itertools.count()
@@ -103,38 +114,42 @@ class Recorder:
 
         Given the ``event`` of a call that has begun before its algorithm was known, write its kind.
         """
-        key = (
-            call.group,
-            call.name,
-            call.site,
-            operation,
-            algorithm,
-            root,
-            dtype,
-            on_host,
-            call_queue.in_backward(),
-            threading.get_ident(),
-        )
-        kind = self._kinds.get(key) or self._new_kind(key)
+        kind = self._kind(operation, algorithm, root, call, dtype, on_host)
         if event:
             _KIND.pack_into(self._memory, event + EVENT_BYTES - _KIND.size, kind.number)
             return event
+        return self._write_begin(*kind, nbytes)
+
+    def begin_again(
+        self, operation: str, algorithm: Algorithm, root: int, call: Call, x: Tensor
+    ) -> int:
+        """The same for a call that may have been made before, by the same ``Call``.
+
+        Its kind is found by what the objects are, which is faster than by what they hold.
+        """
+        backward = in_backward() if _QUEUE.pending else graph_task() != -1
+        key = id(call), id(algorithm), root, x.dtype, x.is_cpu, backward, get_ident()
+        found = self._prepared.get(key)
+        if found is None:
+            kind = self._kind(operation, algorithm.name, root, call, x.dtype, x.is_cpu)
+            if len(self._prepared) >= _MOST_PREPARED:
+                self._prepared.clear()
+            found = self._prepared[key] = *kind, call  # the call is kept, so that its id is
+        return self._write_begin(found[0], found[1], x.nbytes)
+
+    def _write_begin(self, kind: int, calls: Iterator[int], nbytes: int) -> int:
         at = HEADER_BYTES + next(self._slots) % self.calls * EVENT_BYTES
-        high, low = nbytes >> 32, nbytes & 0xFFFFFFFF
-        number = next(kind.calls) & 0xFFFFFFFF
-        _EVENT.pack_into(
-            self._memory, at, time.monotonic_ns(), 0, 0, 0, high, low, number, kind.number
-        )
+        high, low, number = nbytes >> 32, nbytes & 0xFFFFFFFF, next(calls) & 0xFFFFFFFF
+        _write_event(self._memory, at, monotonic_ns(), 0, 0, 0, high, low, number, kind)
         return at
 
     def end(self, event: int, nbytes: int) -> None:
         """Write the end of a call, and the bytes of its result."""
-        now = time.monotonic_ns()
-        _END.pack_into(self._memory, event + 8, now, nbytes & 0xFFFFFFFF, nbytes >> 32)
+        _write_end(self._memory, event + 8, monotonic_ns(), nbytes & 0xFFFFFFFF, nbytes >> 32)
 
     def fail(self, event: int, error: BaseException) -> None:
         """Write the end of a call that raised."""
-        _TIME.pack_into(self._memory, event + 8, time.monotonic_ns() | FAILED)
+        _TIME.pack_into(self._memory, event + 8, monotonic_ns() | FAILED)
         if next(self._errors) < _MOST_ERRORS:
             (start,) = _TIME.unpack_from(self._memory, event)
             self._write(error=f"{type(error).__name__}: {error}"[:2000], start=start)
@@ -164,7 +179,7 @@ class Recorder:
         if self._memory is not None:
             if error is not None:
                 self._write(ended=f"{type(error).__name__}: {error}"[:2000], site=error_site(error))
-            _TIME.pack_into(self._memory, CLOSED_AT, time.monotonic_ns())
+            _TIME.pack_into(self._memory, CLOSED_AT, monotonic_ns())
 
     def _header(self) -> dict[str, Any]:
         # Two clocks at once: ranks on one host share the monotonic one, those on other hosts do not.
@@ -177,10 +192,23 @@ class Recorder:
             "process": os.getpid(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
             "wall": time.time_ns(),
-            "monotonic": time.monotonic_ns(),
+            "monotonic": monotonic_ns(),
             "allgrad": __version__,
             "torch": torch.__version__,
         }
+
+    def _kind(  # noqa: PLR0917
+        self,
+        operation: str,
+        algorithm: str,
+        root: int,
+        call: Call,
+        dtype: torch.dtype,
+        on_host: bool,
+    ) -> _Kind:
+        about = operation, algorithm, root, dtype, on_host
+        key = call.group, call.name, call.site, *about, in_backward(), get_ident()
+        return self._kinds.get(key) or self._new_kind(key)
 
     def _new_kind(self, key: Any) -> _Kind:
         group, name, site, operation, algorithm, root, dtype, on_host, backward, thread = key

@@ -81,6 +81,13 @@ def all_reduce(
     known = None if async_op else recall(*key)
     if known is not None:
         return apply(known, (x,), stop=grad == "none")[0]
+    return _checked_all_reduce(x, op, group, grad, async_op, key)
+
+
+def _checked_all_reduce(  # noqa: PLR0917
+    x: Any, op: Op, group: GroupLike, grad: Grad, async_op: bool, key: tuple[Any, ...]
+) -> Any:
+    """A call like no call before. Apart, so that a call from the cache makes no closures."""
     call = wire.resolve("all_reduce", group, lambda: describe(x, given=f"op={op}, grad={grad}"))
     stop = check_grad("all_reduce", grad, same=True)
     leaves = take_leaves("all_reduce", x)
@@ -177,7 +184,10 @@ def _same_pair(call: Call, divided_by: int) -> AdjointPair:
 
 
 def _reduced(call: Call, by: int, xs: Sequence[Tensor]) -> list[Tensor]:
-    return _divided(wire.all_reduce(call, pack(xs), scratch=len(xs) > 1), xs, by)
+    if len(xs) == 1:
+        out = wire.all_reduce(call, xs[0])
+        return [out if by == 1 else out.div_(by)]
+    return _divided(wire.all_reduce(call, pack(xs), scratch=True), xs, by)
 
 
 def _divided(fresh: Tensor, xs: Sequence[Tensor], by: int) -> list[Tensor]:

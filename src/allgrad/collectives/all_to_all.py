@@ -113,11 +113,29 @@ def all_to_all(
     if isinstance(send_sizes, str) and recv_sizes is None:
         recv_sizes = send_sizes
     equal = isinstance(send_sizes, str) and isinstance(recv_sizes, str)
-    given = ("all_to_all", x, group, dim, hashable(send_sizes), hashable(recv_sizes), grad)
-    key = None if recv_sizes is None else given
+    sizes = (send_sizes, recv_sizes) if equal else (hashable(send_sizes), hashable(recv_sizes))
+    key = None if recv_sizes is None else ("all_to_all", x, group, dim, *sizes, grad)
     known = None if async_op or return_sizes or key is None else recall(*key)
     if known is not None:
         return apply(known, (x,), stop=grad == "none")[0]
+    return _checked_all_to_all(
+        x, dim, send_sizes, recv_sizes, return_sizes, group, grad, async_op, key
+    )
+
+
+def _checked_all_to_all(  # noqa: PLR0917
+    x: Any,
+    dim: int,
+    send_sizes: Sizes,
+    recv_sizes: Sizes,
+    return_sizes: bool,
+    group: GroupLike,
+    grad: SumOrNone,
+    async_op: bool,
+    key: tuple[Any, ...] | None,
+) -> Any:
+    """A call like no call before. Apart, so that a call from the cache makes no closures."""
+    equal = isinstance(send_sizes, str) and isinstance(recv_sizes, str)
     call = wire.resolve("all_to_all", group, lambda: describe(x, dim, given=f"dim={dim}"))
     stop = check_grad("all_to_all", grad)
 
@@ -173,10 +191,13 @@ def exchange_pair(
     )
 
 
+_ROWS = (0,)
+
+
 def _exchange(
     call: Call, send: Partition, receive: Partition, equal: bool, xs: Sequence[Tensor]
 ) -> list[Tensor]:
-    if send.is_rows(xs):  # a single tensor travels as it is
+    if send.dims == _ROWS:  # a single tensor travels as it is
         return [wire.all_to_all(call, xs[0], send.sizes[0], receive.sizes[0], equal)]
     counts = send.counts(xs), receive.counts(xs)
     return receive.join(wire.all_to_all(call, send.pack_blocks(xs), *counts, equal), xs)
