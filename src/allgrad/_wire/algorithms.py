@@ -40,6 +40,7 @@ __all__ = [
     "PART",
     "TABLE",
     "Algorithm",
+    "Choice",
     "Cost",
     "Situation",
     "choose",
@@ -304,15 +305,26 @@ MOVE_PARTS = frozenset({pairwise.all_to_all, pairwise.all_to_all_receives_first}
 
 # Choices made before: by operation, group, dtype, device and sizes. Making a Situation for each call
 # would take a tenth of a small one.
-CHOSEN: dict[tuple[Any, ...], Algorithm] = {}
+CHOSEN: dict[tuple[Any, ...], Choice] = {}
 _MOST_CHOICES = 4096
 
 
-def keep_choice(key: tuple[Any, ...], algorithm: Algorithm) -> None:
-    """Remember the choice for the next call like it."""
+class Choice:
+    """The algorithm of calls that are alike; one object for each key of ``CHOSEN``."""
+
+    __slots__ = ("algorithm", "operation", "run")
+
+    def __init__(self, operation: str, algorithm: Algorithm) -> None:
+        """With its function at hand."""
+        self.operation, self.algorithm, self.run = operation, algorithm, algorithm.run
+
+
+def keep_choice(key: tuple[Any, ...], algorithm: Algorithm) -> Choice:
+    """Remember the choice for the next call like it; a key begins with the operation."""
     if len(CHOSEN) >= _MOST_CHOICES:
         CHOSEN.clear()
-    CHOSEN[key] = algorithm
+    CHOSEN[key] = choice = Choice(key[0], algorithm)
+    return choice
 
 
 def choose(s: Situation) -> Algorithm:

@@ -95,7 +95,14 @@ def group_key(group: GroupLike) -> Hashable:
         return None
     found = _GROUP.WORLD if group is None else group
     key = weakref.ref(found) if isinstance(found, _ProcessGroup) else None
-    return key if key is None or not _locating else (key, _site_above(3))
+    if key is None or not _locating:
+        return key
+    try:
+        frame = sys._getframe(3)  # noqa: SLF001 - of the line that called the collective, mostly
+    except ValueError:  # called by no Python
+        return key, call_site()
+    known = _SITES.get((id(frame.f_code), frame.f_lasti))
+    return key, _new_site(frame) if known is None else known[1]
 
 
 def resolve(name: str, group: GroupLike, details: Callable[[], str] | None = None) -> Call:
@@ -212,24 +219,14 @@ def call_site() -> str:
     return "an unknown line"
 
 
-def _site_above(depth: int) -> str:
-    """The same, where the caller's frame ``depth`` up is most often the user's."""
-    try:
-        frame = sys._getframe(depth + 1)  # noqa: SLF001
-    except ValueError:  # called by no Python
-        return call_site()
-    code = frame.f_code
-    key = id(code), frame.f_lasti
-    known = _SITES.get(key)
-    if (
-        known is not None
-    ):  # not inside at_site: a node of a graph is called by no line of the user's
-        return known[1]
-    site = call_site()
+def _new_site(frame: FrameType) -> str:
+    """The same, and remember it if the line is in this frame."""
+    site, code = call_site(), frame.f_code
+    # A node of a graph has the line where it was made, and is called by no line of the user's.
     if _is_users(code.co_filename) and _sites_of_graphs.site is None:
         if len(_SITES) >= _MOST_SITES:
             _SITES.clear()
-        _SITES[key] = code, site
+        _SITES[id(code), frame.f_lasti] = code, site
     return site
 
 

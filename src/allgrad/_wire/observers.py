@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from allgrad._wire.algorithms import Algorithm
+    from allgrad._wire.algorithms import Choice
     from allgrad._wire.calls import Call
     from allgrad._wire.primitives import WireCall
     from allgrad._wire.recording import Recorder
 
     Begun = tuple[Recorder, int]  # an event that was written before
 
-__all__ = ["LOGGER", "STATE", "is_observed", "prepare", "refuse", "run", "start"]
+__all__ = ["LOGGER", "STATE", "is_observed", "prepare", "record", "refuse", "run", "start"]
 
 LOGGER = logging.getLogger("allgrad")
 
@@ -69,30 +69,25 @@ def prepare(operation: str, call: Call, x: Tensor, meet: Callable[[Call], object
 
 
 def run(  # noqa: PLR0917
-    operation: str,
-    algorithm: Algorithm,
-    root: int,
-    call: Call,
-    x: Tensor,
-    args: Sequence[Any],
-    begun: Begun | None = None,
+    choice: Choice, root: int, call: Call, x: Tensor, args: Sequence[Any], begun: Begun | None
 ) -> Tensor:
-    """Run an algorithm, and tell of it."""
-    if PROFILER[PROFILING] or (LOGGER.level and LOGGER.isEnabledFor(logging.DEBUG)):
-        with _told(operation, algorithm.name, root, call, x, begun) as result:
-            result.append(algorithm.run(call, x, *args))
+    """Run a call by the algorithm chosen for it, and tell everybody who listens."""
+    if PROFILER[PROFILING] or begun is not None or LOGGER.isEnabledFor(logging.DEBUG):
+        with _told(choice.operation, choice.algorithm.name, root, call, x, begun) as result:
+            result.append(choice.run(call, x, *args))
         return result[0]
-    recorder = STATE.recorder
-    if begun is not None:
-        recorder, event = begun
-        about = x.dtype, x.is_cpu, x.nbytes
-        recorder.begin(operation, algorithm.name, root, call, *about, event)
-    elif recorder is not None:
-        event = recorder.begin_again(operation, algorithm, root, call, x)
-    else:  # it gave up, or another thread ended it
-        return algorithm.run(call, x, *args)
+    if STATE.recorder is None:
+        return choice.run(call, x, *args)
+    return record(STATE.recorder, choice, root, call, x, args)
+
+
+def record(  # noqa: PLR0917
+    recorder: Recorder, choice: Choice, root: int, call: Call, x: Tensor, args: Sequence[Any]
+) -> Tensor:
+    """The same for a recording alone."""
+    event = recorder.begin_again(choice, root, call, x)
     try:
-        out = algorithm.run(call, x, *args)
+        out = choice.run(call, x, *args)
     except BaseException as error:
         recorder.fail(event, error)
         raise

@@ -186,7 +186,8 @@ def _dispatch(
         run = partial(_dispatch, operation, call, x, args, its_turn=True)
         return _in_turn(operation, call, run, x, *args)
     group.calls += 1
-    group.doing = operation.name, args[0] if operation.rooted else -1
+    root = args[0] if operation.rooted else -1
+    group.doing = operation.name, root
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     if not x.is_contiguous():
@@ -199,18 +200,18 @@ def _dispatch(
     else:
         sizes = operation.sizes(call, x, *args)
     key = operation.name, group, x.dtype, x.device, sizes
-    algorithm, begun = CHOSEN.get(key), None
-    if algorithm is None:
+    choice, begun = CHOSEN.get(key), None
+    if choice is None:
         if operation.adds and x.dtype.is_floating_point and x.dtype.itemsize == 1:
             raise _cannot_add(call, x.dtype)
         if group.topology is None:
             begun = observers.prepare(operation.name, call, x, find_topology)
-        algorithm = choose(_situation(operation, call, x, sizes))
-        keep_choice(key, algorithm)
-    if STATE.recorder is None and not PROFILER[PROFILING] and not LOGGER.level:
-        return algorithm.run(call, x, *args)
-    root = args[0] if operation.rooted else -1
-    return observers.run(operation.name, algorithm, root, call, x, args, begun)
+        choice = keep_choice(key, choose(_situation(operation, call, x, sizes)))
+    if PROFILER[PROFILING] or LOGGER.level or begun is not None:
+        return observers.run(choice, root, call, x, args, begun)
+    if STATE.recorder is None:
+        return choice.run(call, x, *args)
+    return observers.record(STATE.recorder, choice, root, call, x, args)
 
 
 def _cannot_add(call: Call, dtype: torch.dtype) -> ReductionError:

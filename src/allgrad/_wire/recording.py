@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from allgrad._wire.algorithms import Algorithm
+    from allgrad._wire.algorithms import Choice
     from allgrad._wire.calls import Call
 
 __all__ = [
@@ -65,14 +65,20 @@ __all__ = [
 MAGIC = b"allgrad recording 1\n"
 HEADER_BYTES, CLOSED_AT = 4096, 4088
 # start, end, bytes out (low, high), bytes in (high, low), number in its group, kind
-_EVENT, _END, _TIME = struct.Struct("<QQIHHIII"), struct.Struct("<QIH"), struct.Struct("<Q")
-_KIND = struct.Struct("<I")
-_write_event, _write_end = _EVENT.pack_into, _END.pack_into
-EVENT_BYTES = _EVENT.size
+EVENT_BYTES = struct.calcsize("<QQIHHIII")
+# The same with zeros for what is known at the end; the end; a time; a kind.
+_BEGIN, _END = struct.Struct("<Q8x4x2xHIII"), struct.Struct("<QIH")
+_TIME, _KIND = struct.Struct("<Q"), struct.Struct("<I")
+_write_begin, _write_end = _BEGIN.pack_into, _END.pack_into
 FAILED = 1 << 63  # in the end of a call that raised
 _MOST_ERRORS, _MOST_PREPARED = 1000, 1024
 _ENVIRONMENT, _ENVIRONMENT_CALLS = "ALLGRAD_RECORD", "ALLGRAD_RECORD_CALLS"
 _DEFAULT_CALLS = 1 << 18
+
+
+def _again_and_again(numbers: range) -> Iterator[int]:
+    """The numbers in order, and from the beginning again; ``next`` is one step for all threads."""
+    return itertools.chain.from_iterable(itertools.repeat(numbers))
 
 
 class _Kind(NamedTuple):
@@ -87,11 +93,11 @@ class Recorder:
 
     def __init__(self, path: Path, calls: int) -> None:
         self.path, self.calls = path, calls
-        self._slots = itertools.count()
+        end = HEADER_BYTES + calls * EVENT_BYTES
+        self._slots = _again_and_again(range(HEADER_BYTES, end, EVENT_BYTES))
         self._kinds: dict[Any, _Kind] = {}
-        self._prepared: dict[
-            Any, tuple[int, Iterator[int], Call]
-        ] = {}  # by identity, for calls made again
+        # By identity, for calls made again.
+        self._prepared: dict[Any, tuple[int, Iterator[int], Call, Choice]] = {}
         self._groups: dict[Any, tuple[int, Iterator[int]]] = {}
         self._threads: dict[int, int] = {}
         self._errors = itertools.count()
@@ -118,29 +124,28 @@ class Recorder:
         if event:
             _KIND.pack_into(self._memory, event + EVENT_BYTES - _KIND.size, kind.number)
             return event
-        return self._write_begin(*kind, nbytes)
+        at, about = next(self._slots), (nbytes >> 32, nbytes & 0xFFFFFFFF)
+        _write_begin(self._memory, at, monotonic_ns(), *about, next(kind.calls), kind.number)
+        return at
 
-    def begin_again(
-        self, operation: str, algorithm: Algorithm, root: int, call: Call, x: Tensor
-    ) -> int:
+    def begin_again(self, choice: Choice, root: int, call: Call, x: Tensor) -> int:
         """The same for a call that may have been made before, by the same ``Call``.
 
         Its kind is found by what the objects are, which is faster than by what they hold.
         """
         backward = in_backward() if _QUEUE.pending else graph_task() != -1
-        key = id(call), id(algorithm), root, x.dtype, x.is_cpu, backward, get_ident()
+        key = id(call), id(choice), root, backward, get_ident()
         found = self._prepared.get(key)
         if found is None:
-            kind = self._kind(operation, algorithm.name, root, call, x.dtype, x.is_cpu)
+            what = choice.operation, choice.algorithm.name
+            number, calls = self._kind(*what, root, call, x.dtype, x.is_cpu)
             if len(self._prepared) >= _MOST_PREPARED:
                 self._prepared.clear()
-            found = self._prepared[key] = *kind, call  # the call is kept, so that its id is
-        return self._write_begin(found[0], found[1], x.nbytes)
-
-    def _write_begin(self, kind: int, calls: Iterator[int], nbytes: int) -> int:
-        at = HEADER_BYTES + next(self._slots) % self.calls * EVENT_BYTES
-        high, low, number = nbytes >> 32, nbytes & 0xFFFFFFFF, next(calls) & 0xFFFFFFFF
-        _write_event(self._memory, at, monotonic_ns(), 0, 0, 0, high, low, number, kind)
+            # The objects are kept, so that nothing else gets their ids.
+            found = self._prepared[key] = number, calls, call, choice
+        nbytes, at = x.nbytes, next(self._slots)
+        about = nbytes >> 32, nbytes & 0xFFFFFFFF, next(found[1]), found[0]
+        _write_begin(self._memory, at, monotonic_ns(), *about)
         return at
 
     def end(self, event: int, nbytes: int) -> None:
@@ -241,7 +246,7 @@ class Recorder:
 
     def _new_group(self, group: Any) -> None:
         number = len(self._groups)
-        self._groups[group] = number, itertools.count()
+        self._groups[group] = number, _again_and_again(range(1 << 32))
         self._write(group=number, name=group.name, members=group.members, rank=group.rank)
 
     def _open_or_give_up(self) -> None:
