@@ -5,7 +5,8 @@
 Several ranks may share one GPU from NCCL 2.30 on; then start the multi-process service first
 (``nvidia-cuda-mps-control -d``), or a call waits for the time slices of the others. Host time: until
 forward and backward have returned; wall: until the device has finished. Medians, of the slowest rank
-in each round. ``--backend gloo`` tries it on the host; ``--fake`` measures host time in one process,
+in each round. "raw" is without autograd; "bare" is the same calls in an autograd.Function with nothing
+else, which is what torch itself takes for a call with a backward. ``--backend gloo`` tries it on the host; ``--fake`` measures host time in one process,
 on torch's backend that sends nothing.
 """
 
@@ -17,7 +18,7 @@ import statistics
 import time
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,19 +33,37 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-NAMES = ("raw", "allgrad", "sizes found out", "nn", "functional")
+NAMES = ("raw", "bare", "allgrad", "sizes found out", "nn", "functional")
 LIMIT = 150.0
 
 
 def runs(operation: str, device: str, rank: int, world: int) -> dict[str, Callable[[], object]]:
     """Forward and backward of each implementation, on a piece of 1 KiB."""
     found = dict(implementations_of(Case(operation, world, 1024), rank))
+    found["bare"] = bare(found["raw"])
     if operation == "all_gather":
         found["sizes found out"] = Implementation(lambda xs: [ag.all_gather(xs[0])])
     x = torch.ones(4, 64, device=device, requires_grad=True)
     rows = 4 * world if operation == "all_gather" else 4
     g = torch.ones(rows, 64, device=device)
     return {name: partial(both_ways, found[name], x, g) for name in NAMES if name in found}
+
+
+def bare(raw: Implementation) -> Implementation:
+    """The raw calls inside an autograd.Function."""
+    backward_of = raw.backward
+    assert backward_of is not None
+
+    class Bare(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+            return raw.forward([x])[0]
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004
+            return backward_of([gradients[0]])[0]
+
+    return Implementation(lambda xs: [Bare.apply(xs[0])])
 
 
 def both_ways(implementation: Implementation, x: Tensor, g: Tensor) -> None:
@@ -127,7 +146,10 @@ def main() -> None:
                 cells.append("")
                 continue
             host, wall = medians[name]
-            cells.append(f"{host:.3f} / {wall:.3f} ({host / medians['raw'][0]:.2f} of raw)")
+            ratios = (
+                f"{host / medians['raw'][0]:.2f} of raw, {host / medians['bare'][0]:.2f} of bare"
+            )
+            cells.append(f"{host:.3f} / {wall:.3f} ({ratios})")
         print(f"| {operation} | " + " | ".join(cells) + " |", flush=True)
 
 

@@ -114,18 +114,17 @@ def register(ctx: Any, call: Call, x: Tensor) -> None:
     group = call.group
     if group.thread == get_ident() and x.is_cpu and not STATE.gated:
         return  # one thread: autograd's own number is its place
-    order = group.orders.get(x.device) or _order_of(group, x)
-    here = get_ident()
-    on_device = x.device in group.orders and not x.is_cpu
-    if not STATE.gated and (on_device or order.thread != here):
+    device, here = x.device, get_ident()
+    order = group.orders.get(device) or _order_of(group, x)
+    if not STATE.gated and (order.thread != here or (device in group.orders and not x.is_cpu)):
         _start_gates(ctx)
     if order.thread != here:
         order.thread = here
         _reserve_numbers()
     if not STATE.gated:
         return
-    if x.device not in STATE.reserved and x.device in group.orders:
-        _reserve_numbers_on(x.device)
+    if device not in STATE.reserved and device in group.orders:
+        _reserve_numbers_on(device)
     if STATE.nodes and (STATE.nodes[-1]() is None or len(STATE.nodes) > STATE.look_at):
         STATE.nodes[:] = map(ref, _alive())
         STATE.look_at = 2 * len(STATE.nodes) + 256
@@ -241,8 +240,8 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         node = ctx.node
-        last = _to_come(graph_task())[-1:]
-        is_last = bool(last) and last[0].number == node.number
+        to_come = _to_come(graph_task())
+        is_last = bool(to_come) and to_come[-1].number == node.number
         set_sequence_number(node, _AT_ONCE if is_last else node.number - STATE.first)
         return None, *gradients
 
@@ -270,7 +269,11 @@ def check(ctx: Any, call: Call) -> None:
 def _check_with_gates(ctx: Any, task: int) -> None:
     if not hasattr(ctx, "number"):
         return  # made inside torch.func before there were gates
-    to_come, own = _to_come(task), _key(ctx)
+    to_come = _to_come(task)
+    if to_come and to_come[-1].number == ctx.number:
+        to_come.pop()
+        return  # most often: the last one has no later ones
+    own = _key(ctx)
     later = [key for key in to_come if key.number > own.number and key.order == own.order]
     if later:
         _raise(ctx.call, f"before {later[-1].name}, which was made after it")

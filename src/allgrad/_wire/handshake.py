@@ -68,6 +68,7 @@ _FIXED = 10
 _SPEC = 3  # words of a tensor before its shape
 _FOLLOW = -1  # amounts come in a message of their own
 _MOST_TENSORS = 1 << 20
+_FEW_RANKS = 16
 
 OPERATIONS = (
     *("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "permute"),
@@ -173,12 +174,15 @@ class Exchange(NamedTuple):
     first_amount: int
     own_amounts: Tensor | None  # of this rank, by tensor and receiver
     device: torch.device
+    listed: list[list[int]] | None  # the rows again, where the ranks are few
 
     def same(self, *free: int) -> bool:
         """Tell whether all rows are the same, except in these words and in the device.
 
         Behind the amounts there are zeros, or the text of an error that its own word tells of.
         """
+        if self.listed is not None:
+            return _all_same(self.listed, self.listed[self.call.rank], (_DEVICE, *free))
         own = self.rows[self.call.rank]
         used = int(own[_LENGTH]) + max(0, int(own[_AMOUNTS]))
         different = self.rows[:, :used] != own[:used]
@@ -201,7 +205,7 @@ class Exchange(NamedTuple):
         """What each rank holds along dim, tensor by tensor; None if rows differ in more than that."""
         if not self.same(*self.length_words):
             return None
-        return tuple(tuple(self.rows[:, word].tolist()) for word in self.length_words)
+        return self._words(self.length_words)
 
     def amounts(self) -> tuple[tuple[int, ...], ...] | None:
         """What each rank tells this one; None if rows differ in more than that and their lengths."""
@@ -211,9 +215,14 @@ class Exchange(NamedTuple):
         if not self.same(*self.length_words, *words):
             return None
         if inline != _FOLLOW:
-            own = words[self.call.rank :: self.call.size]
-            return tuple(tuple(self.rows[:, word].tolist()) for word in own)
+            return self._words(words[self.call.rank :: self.call.size])
         return self.following_amounts(len(self.own_amounts))
+
+    def _words(self, words: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """These words of every rank's row."""
+        if self.listed is not None:
+            return tuple(tuple([row[word] for row in self.listed]) for word in words)
+        return tuple(tuple(self.rows[:, word].tolist()) for word in words)
 
     def following_amounts(self, tensors: int) -> tuple[tuple[int, ...], ...]:
         """Amounts for so many tensors in a message of their own, by tensor and sender."""
@@ -235,6 +244,19 @@ class Exchange(NamedTuple):
         return ranks
 
 
+def _all_same(rows: Sequence[list[int]], own: list[int], free: Sequence[int]) -> bool:
+    used = own[_LENGTH] + max(0, own[_AMOUNTS])
+    expected = own[:used]
+    for row in rows:
+        told = row[:used]
+        if told != expected:
+            for word in free:
+                told[word] = expected[word]
+            if told != expected:
+                return False
+    return True
+
+
 def exchange(
     call: Call,
     mine: RankArgs,
@@ -254,12 +276,18 @@ def exchange(
         mine = replace(mine, amounts=tuple(own_amounts.flatten().tolist()) if fit else None)
     words, length_words = _encoded(mine)
     row = torch.tensor(words, dtype=torch.int64)
-    rows = _gathered(call, row[:ROW], where)
-    if len(words) > ROW or int(rows[:, _LENGTH].max()) > ROW:
+    rows = _gathered(call, row if len(words) == ROW else row[:ROW], where)
+    # Steps of torch cost more than those of Python, until there are many rows.
+    listed = rows.tolist() if call.size <= _FEW_RANKS else None
+    longest = (
+        int(rows[:, _LENGTH].max()) if listed is None else max([told[_LENGTH] for told in listed])
+    )
+    if len(words) > ROW or longest > ROW:
         longest = _checked_length(rows)
         rest = torch.cat([row[ROW:], row.new_zeros(longest - len(words))])
         rows = torch.cat([rows, _gathered(call, rest, where)], 1)
-    return Exchange(call, rows, length_words, _FIXED + specs, own_amounts, where)
+        listed = None
+    return Exchange(call, rows, length_words, _FIXED + specs, own_amounts, where, listed)
 
 
 def _encoded(mine: RankArgs) -> tuple[list[int], tuple[int, ...]]:
@@ -283,8 +311,9 @@ def _encoded(mine: RankArgs) -> tuple[list[int], tuple[int, ...]]:
 
 
 def _gathered(call: Call, row: Tensor, device: torch.device) -> Tensor:
-    joined = wire.all_gather(call, row.to(device), (len(row),) * call.size)
-    return joined.cpu().view(call.size, len(row))
+    length = row.shape[0]
+    joined = wire.all_gather(call, row.to(device), (length,) * call.size)
+    return joined.cpu().view(call.size, length)
 
 
 def _checked_length(rows: Tensor) -> int:
