@@ -95,7 +95,7 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
 
 def apply_adjoint(pair: AdjointPair, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     """The same for the pair's adjoint, in backward."""
-    adjoint = pair._adjoint or pair.adjoint  # noqa: SLF001 - a property takes a call of its own
+    adjoint = pair.adjoint
     for g in gradients:
         if is_batched_gradient(g):
             return rebatch(apply(adjoint, unbatch(gradients)))

@@ -175,16 +175,17 @@ def _start_overwriting(call: Call, x: Tensor, src: int) -> Callable[[], None]:
     return observers.start("broadcast", "backend", src, call, x, begin)
 
 
-def _dispatch(
-    operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...], its_turn: bool = False
-) -> Tensor:
-    """Choose an algorithm and run it, once it is the call's turn."""
-    group = call.group
-    if group.size == 1:
+def _dispatch(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) -> Tensor:
+    if call.size == 1:
         return operation.alone(call, x, *args)
-    if not its_turn and (_watcher is not None or (QUEUE.pending and not call_queue.is_free())):
-        run = partial(_dispatch, operation, call, x, args, its_turn=True)
-        return _in_turn(operation, call, run, x, *args)
+    if _watcher is not None or (QUEUE.pending and not call_queue.is_free()):
+        return _in_turn(operation, call, partial(_run, operation, call, x, args), x, *args)
+    return _run(operation, call, x, args)
+
+
+def _run(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) -> Tensor:
+    """Choose an algorithm and run it."""
+    group = call.group
     group.calls += 1
     root = args[0] if operation.rooted else -1
     group.doing = operation.name, root
