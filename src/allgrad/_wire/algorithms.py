@@ -122,6 +122,10 @@ def _small(s: Situation) -> bool:
     return s.gloo and s.ranks > 2 and s.total <= STAR_TOTAL
 
 
+def _small_exchange(s: Situation) -> bool:
+    return s.equal and s.total <= STAR_TOTAL
+
+
 def _star_sum(s: Situation) -> int:
     if s.ranks == 2:
         return STAR_SUM_OF_TWO
@@ -259,7 +263,7 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
             "receives_first",
             pairwise.all_to_all_receives_first,
             # The backend's own call takes less processor time, but aborts where sizes do not fit.
-            lambda s: s.gloo and (s.hosts > 1 or not s.topology.crowded),
+            lambda s: s.gloo and (s.hosts > 1 or not (s.topology.crowded or _small_exchange(s))),
             costs.pairwise_all_to_all,
         ),
         Algorithm("pairwise", pairwise.all_to_all, lambda s: s.gloo, costs.pairwise_all_to_all),
