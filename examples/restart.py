@@ -1,8 +1,7 @@
 """Train with checkpoints; ranks that are started again go on from the last one.
 
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1               (on every host, see docs/many_hosts.md)
     torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 2 --rdzv-backend c10d --rdzv-endpoint HOST0:29400
-        examples/restart.py CHECKPOINT 1000                   (in one line, on every host)
+        examples/restart.py CHECKPOINT 1000       (in one line, on every host; see docs/many_hosts.md)
 
 When ranks are killed, the others raise ``RankLost`` and end, and torchrun starts all of them again.
 """

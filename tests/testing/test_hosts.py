@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,9 +55,9 @@ def test_nothing_is_left_however_the_process_ends(how):
 def test_a_link_carries_bytes_until_it_is_cut():
     with Hosts(2) as two:
 
-        def reaches():
+        def reaches(seconds=10):
             try:
-                socket.create_connection((two.address(1), 9), timeout=0.5)
+                socket.create_connection((two.address(1), 9), timeout=seconds)
             except ConnectionRefusedError:
                 return True  # there is a host that says no
             except OSError:
@@ -66,7 +67,7 @@ def test_a_link_carries_bytes_until_it_is_cut():
         assert two.inside(0, reaches)
         assert two.bytes_sent(0) > before
         two.cut(1)
-        assert not two.inside(0, reaches)
+        assert not two.inside(0, partial(reaches, 0.5))
         two.restore(1)
         assert two.inside(0, reaches)
 

@@ -60,7 +60,7 @@ _LOST = (
     *("no route to host", "unreachable", "network is down"),
 )
 
-_last_agreed: dict[str, Sequence[str]] = {}  # by group, then by rank
+_last_agreed: dict[tuple[str, int], Sequence[str]] = {}  # by group and its size, then by rank
 _published = False
 
 
@@ -84,7 +84,7 @@ def _register(store: Any, rank: int) -> None:
 
 def remember_agreed(call: Call, by_rank: Sequence[str]) -> None:
     """Keep what the ranks last agreed on, to show it for one that does not come again."""
-    _last_agreed[call.group.name] = by_rank
+    _last_agreed[call.group.name, call.size] = by_rank
 
 
 def publish_failure(error: BaseException) -> None:
@@ -274,7 +274,7 @@ def _present(call: Call, store: Any) -> dict[int, tuple[float, str, str]]:
 
 def _about(call: Call, store: Any, rank: int) -> str:
     """What is known of a rank that does not answer."""
-    last = _last_agreed.get(call.group.name)
+    last = _last_agreed.get((call.group.name, call.size))
     after = f"; last agreed on {last[rank]}" if last else ""
     key = f"allgrad/who/{rank}"
     if not store.check([key]):

@@ -1,7 +1,7 @@
 """A step of ``clip_loss`` as the calls that it makes (test_a_step_makes_three_collective_calls).
 
 Keys are gathered, or go around a ring if they do not fit; sums of all columns follow; in backward
-the gradients of the keys.
+the gradients of the keys. A small batch on CPUs is gathered whole.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from allgrad.losses._column_sums import ONE_MESSAGE_UP_TO
 from allgrad.losses._key_blocks import KeyLayout, needs_ring
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 from allgrad.losses._tiles.torch import KEPT_SCORES
+from allgrad.losses._whole_pass import SMALL_UP_TO
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,6 +95,10 @@ class ClipStep:
     def _calls(self, ranks: int, ring: bool) -> Iterator[tuple[str, str, int, int]]:
         wide = accumulator_dtype(self.dtype).itemsize
         elements, total = self.pairs * self.width, self.pairs * ranks
+        if not ring and self._device == "cpu" and total**2 * self.width <= SMALL_UP_TO:
+            yield "queries and keys", "all_gather", 2 * elements * self.dtype.itemsize, 1
+            yield "weight of the loss", "all_reduce", wide, 1
+            return
         if ring:
             yield "keys, forward", "shift", elements * self.dtype.itemsize, ranks - 1
         else:
