@@ -67,7 +67,9 @@ def main() -> None:
             runs[f"table of {library}"] = subprocess.run(
                 table, check=False, env=settings, stdout=subprocess.PIPE, text=True
             )
-            rows.append(runs[f"table of {library}"].stdout.strip())
+            # Libraries print on their own.
+            printed = runs[f"table of {library}"].stdout.splitlines()
+            rows += [line for line in printed if line.startswith("| ")]
             tests = TESTS / "integrations" / f"test_{library}.py"
             runs[f"tests of {library}"] = _tested([*pytest, tests], settings)
         # The versions that pylate needs do not run the examples of other libraries.
