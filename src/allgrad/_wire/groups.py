@@ -172,7 +172,10 @@ def find_group(call: str, group: GroupLike) -> Group:
     """The group meant by whatever the caller passed as ``group``."""
     if group is None:
         process_group = dist.group.WORLD
-        if process_group is None:
+        # TorchDynamo 2.11 traces WORLD as a group even where there is none.
+        if process_group is None or (
+            torch.compiler.is_dynamo_compiling() and not dist.is_initialized()
+        ):
             return _ALONE
     elif isinstance(group, dist.ProcessGroup):
         process_group = group
