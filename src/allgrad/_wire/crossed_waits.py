@@ -31,6 +31,7 @@ __all__ = ["find"]
 
 _NEED_ALL = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
 _looks = itertools.count(1)
+_OVER = 0  # in place of the number of a look: this rank found the crossing, and waits no more
 
 
 class _Wait(NamedTuple):
@@ -62,7 +63,8 @@ class _Wait(NamedTuple):
         )
 
 
-# What was read at the last look, by rank of the world. A wait counts when it was there at two looks.
+# What was read at the last look, by rank of the world. A wait counts when it was there at two looks, or
+# when its own rank found that it crosses another: that rank may not look a second time.
 _seen: dict[int, _Wait] = {}
 
 
@@ -81,14 +83,15 @@ def find(call: Call, asked: Sequence[int]) -> CollectiveMismatch | None:
             continue
         wait = _Wait.decode(store.get(key).decode("utf-8", errors="replace"))
         before, _seen[other] = _seen.get(other), wait
-        still = before is not None and before[1:4] == wait[1:4] and before.look < wait.look
+        again = before is not None and before[1:4] == wait[1:4] and before.look < wait.look
         if (
-            still
+            (again or wait.look == _OVER)
             and wait.group != own
             and world_rank() in wait.members
             and wait.made.get(own, 0) < mine.number
             and made.get(wait.group, 0) < wait.number
         ):
+            store.set(_key(world_rank()), mine._replace(look=_OVER).encode())
             return CollectiveMismatch(
                 f"{call.name}: ranks {world_rank()} and {other} wait for each other in calls of "
                 "different groups.\n"
