@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import allgrad as ag
 from allgrad.losses import (
@@ -294,6 +295,19 @@ def test_a_number_may_be_a_float_or_a_vector_of_one():
     vector = scale.detach().reshape(1).requires_grad_()
     clip_loss(image, text, vector).backward()
     assert vector.grad.shape == (1,)
+
+
+@pytest.mark.ranks(1, 2)
+def test_numbers_after_inference_mode_and_fake_tensors(rank, world):
+    q, k = (torch.randn(4, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    with torch.inference_mode():
+        before = siglip_loss(q, k, 20.0, -10.0, sizes="equal")
+    with FakeTensorMode():
+        fake = torch.randn(4, 8, dtype=torch.float64)
+        siglip_loss(fake, fake, 20.0, -10.0, sizes="equal")
+    after = siglip_loss(q, k, 20.0, -10.0, sizes="equal")
+    after.backward()
+    assert torch.equal(before, after.detach())
 
 
 def test_autocast_leaves_the_products_alone():

@@ -31,7 +31,9 @@ __all__ = ["find"]
 
 _NEED_ALL = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
 _looks = itertools.count(1)
-_OVER = 0  # in place of the number of a look: this rank found the crossing, and waits no more
+# In place of the number of a look: this rank found a crossing and waits no more. Of the calls made, the
+# message then has only those before the other rank's call.
+_OVER = 0
 
 
 class _Wait(NamedTuple):
@@ -84,14 +86,17 @@ def find(call: Call, asked: Sequence[int]) -> CollectiveMismatch | None:
         wait = _Wait.decode(store.get(key).decode("utf-8", errors="replace"))
         before, _seen[other] = _seen.get(other), wait
         again = before is not None and before[1:4] == wait[1:4] and before.look < wait.look
+        # Of this very call, not of an earlier one that somebody caught.
+        over = wait.look == _OVER and wait.made == {own: mine.number - 1}
         if (
-            (again or wait.look == _OVER)
+            (again or over)
             and wait.group != own
             and world_rank() in wait.members
             and wait.made.get(own, 0) < mine.number
             and made.get(wait.group, 0) < wait.number
         ):
-            store.set(_key(world_rank()), mine._replace(look=_OVER).encode())
+            crossed = {wait.group: wait.number - 1}
+            store.set(_key(world_rank()), mine._replace(look=_OVER, made=crossed).encode())
             return CollectiveMismatch(
                 f"{call.name}: ranks {world_rank()} and {other} wait for each other in calls of "
                 "different groups.\n"

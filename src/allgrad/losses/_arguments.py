@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from numbers import Real
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -104,13 +103,9 @@ def global_loss(
 
 
 def _as_tensor(x: Tensor | float | None) -> Tensor | None:
-    return _constant(float(x)) if isinstance(x, Real) else x  # type: ignore[return-value]
-
-
-@lru_cache(maxsize=64)
-def _constant(x: float) -> Tensor:
-    # Float64, so that a Python float is not rounded before it multiplies float64 features.
-    return torch.tensor(x, dtype=torch.float64)
+    # Float64, so that a Python float is not rounded before it multiplies float64 features. Made anew in
+    # each call: one of inference mode, or a fake one, is of no use to the next.
+    return torch.tensor(float(x), dtype=torch.float64) if isinstance(x, Real) else x  # type: ignore[return-value]
 
 
 def _grad_needs(features: list[Tensor | None], scalars: list[Tensor | None]) -> GradNeeds:

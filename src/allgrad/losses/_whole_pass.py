@@ -10,7 +10,6 @@ loss, which backward adds up. That is two messages for a step instead of three, 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,11 +43,6 @@ def is_small(config: LossConfig, q: Tensor) -> bool:
         and sum(sizes) ** 2 * q.shape[1] <= SMALL_UP_TO
         and q.device.type == "cpu"
     )
-
-
-@cache
-def _zero(dtype: torch.dtype) -> Tensor:
-    return torch.zeros((), dtype=dtype)
 
 
 def loss_and_gradients(  # noqa: PLR0917
@@ -92,7 +86,7 @@ def _sigmoid(scores: Tensor, bias: Tensor | None, needs_grad: bool) -> tuple[Ten
     if bias is not None:
         scores.add_(bias)
     scores.diagonal().neg_()
-    loss = torch.logaddexp(scores, _zero(scores.dtype)).sum()
+    loss = torch.logaddexp(scores, scores.new_zeros(())).sum()
     if not needs_grad:
         return loss, None
     by_score = scores.sigmoid_()
@@ -105,7 +99,7 @@ def _softmax(kind: LossKind, scores: Tensor, needs_grad: bool) -> tuple[Tensor, 
     pairs = scores.diagonal().clone()
     scores.fill_diagonal_(-torch.inf)
     rows = scores.logsumexp(1).sub_(pairs)  # relative to the score of the pair
-    row_terms = torch.logaddexp(rows, _zero(scores.dtype))
+    row_terms = torch.logaddexp(rows, scores.new_zeros(()))
     loss = row_terms.sum()
     if kind is LossKind.SOFTMAX_ROWS:
         if not needs_grad:
@@ -114,7 +108,7 @@ def _softmax(kind: LossKind, scores: Tensor, needs_grad: bool) -> tuple[Tensor, 
         by_score.diagonal().sub_(rows.sigmoid_())
         return loss, by_score
     columns = scores.logsumexp(0).sub_(pairs)
-    column_terms = torch.logaddexp(columns, _zero(scores.dtype))
+    column_terms = torch.logaddexp(columns, scores.new_zeros(()))
     loss.add_(column_terms.sum())
     if not needs_grad:
         return loss, None
