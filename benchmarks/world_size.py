@@ -125,6 +125,9 @@ def calls(world: int) -> dict[str, Callable[[], object]]:
             torch.empty_like(whole), whole, ones, ones
         ),
         "all_to_all: equal": lambda: ag.all_to_all(whole, send_sizes="equal"),
+        "all_to_all: equal, no gradient": lambda: ag.all_to_all(
+            whole, send_sizes="equal", grad="none"
+        ),
         "all_to_all: sizes given": lambda: ag.all_to_all(whole, send_sizes=ones, recv_sizes=ones),
         "all_to_all: found out": lambda: ag.all_to_all(whole),
         "all_to_all: nn": lambda: nn.all_to_all_single(torch.empty_like(whole), whole),
@@ -139,6 +142,7 @@ def calls(world: int) -> dict[str, Callable[[], object]]:
         "reduce: raw": lambda: raw_reduce(x),
         "reduce: raw, in autograd": in_autograd(raw_reduce, x),
         "reduce": lambda: ag.reduce(x),
+        "reduce: no gradient": lambda: ag.reduce(x, grad="none"),
         "gather: raw, list": lambda: dist.gather(x, list(joined.split(ROWS))),
         "gather: equal": lambda: ag.gather(x, sizes="equal"),
         "gather: found out": lambda: ag.gather(x),
