@@ -27,8 +27,7 @@ def make_model() -> SentenceTransformer:
     ids = {word: i for i, word in enumerate(["[UNK]", *words])}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    embedding = StaticEmbedding(tokenizer, embedding_dim=8)
-    return SentenceTransformer(modules=[embedding], device="cpu").double()
+    return SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_dim=8)]).double()
 
 
 def train(model: nn.Module, loss: nn.Module, columns: list[dict[str, torch.Tensor]]) -> None:

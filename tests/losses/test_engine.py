@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import allgrad as ag
 from allgrad.losses import (
     _column_sums,
+    _first_order,
     _key_blocks,
     _whole_pass,
     clip_loss,
@@ -38,6 +39,7 @@ def check(group, name, kind, grad_reduction="mean", tile=None, small=False, **mo
         if tile is not None:
             patch.setattr(torch_tiles, "CPU_TILE", tile)
             patch.setitem(torch_tiles.KEPT_SCORES, "cpu", 0)
+            patch.setattr(_first_order, "has_panels", lambda *_, **__: False)
         got = loss(*given, group=group, grad_reduction=grad_reduction, **options, **more)
         torch.testing.assert_close(got, want, **TIGHT)
         got.backward()
@@ -131,6 +133,7 @@ def test_a_step_makes_three_collective_calls(rank, world, kept):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_whole_pass, "SMALL_UP_TO", 0)
         if not kept:
+            patch.setattr(_first_order, "has_panels", lambda *_, **__: False)
             patch.setitem(torch_tiles.KEPT_SCORES, "cpu", 0)
         for name, (loss, _, options) in LOSSES.items():
             extra = "negatives" in name  # their numbers

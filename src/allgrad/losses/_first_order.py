@@ -3,6 +3,7 @@
 | scores of a rank | way |
 |---|---|
 | of all ranks very few, CPU | every rank computes all of them, and its gradients (_whole_pass) |
+| softmax along rows or sigmoid, CPU | some rows at a time, and their gradients (_panel_pass) |
 | few enough to keep, CUDA | one matrix product and fused kernels (_fused_pass) |
 | few enough to keep | one tile in plain torch (_score_pass) |
 | more, or keys around a ring | many tiles, computed again in backward (_score_pass) |
@@ -21,6 +22,7 @@ from allgrad.collectives.all_reduce import all_reduce
 from allgrad.losses._config import Sums
 from allgrad.losses._fused_pass import FusedPass, has_fused_kernels, kept_scores
 from allgrad.losses._key_blocks import GatheredKeys, KeyBlock, key_blocks, needs_ring
+from allgrad.losses._panel_pass import PanelPass, has_panels
 from allgrad.losses._score_pass import ScorePass
 from allgrad.losses._whole_pass import is_small, loss_and_gradients, times_weight
 
@@ -98,6 +100,9 @@ def loss_value(config: LossConfig, x: Inputs, needed: Sequence[bool]) -> tuple[T
     ring = needs_ring(config.layout, x.k, config.budget, config.ring)
     keys = key_blocks(config.layout, x.k, ring=ring)
     joined = keys.block.k if isinstance(keys, GatheredKeys) else None
+    if joined is not None and has_panels(config, x.q, ring=ring):
+        loss, gradients = PanelPass(config, *x, joined).run(needed)
+        return loss, Kept(prepared=gradients)
     keep = keeps_scores(config, x.q, ring=ring)
     if isinstance(keys, GatheredKeys) and keep and len(x.q) and has_fused_kernels(x.q):
         if config.layout.world == 1 and config.needs_grad:

@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 
     AddBlock: TypeAlias = Callable[["KeyBlock", list[Tensor]], None]
 
-__all__ = ["GatheredKeys", "KeyBlock", "KeyLayout", "RingKeys", "key_blocks", "needs_ring"]
+__all__ = [
+    "GatheredKeys",
+    "KeyBlock",
+    "KeyLayout",
+    "KeySums",
+    "RingKeys",
+    "key_blocks",
+    "needs_ring",
+]
 
 
 class KeyBlock(NamedTuple):
@@ -147,6 +155,40 @@ def reduce_sums(
         message = torch.cat([x for block in blocks for x in (block.flatten(), term)])
     received = reduce_scatter(message, sizes=counts, group=group, grad="none")
     return received[:-1].view(layout.sizes[layout.rank], width), received[-1]
+
+
+class KeySums:
+    """Accumulators for the keys of all ranks, in the message of ``reduce_sums``, which saves a copy of them.
+
+    rank 0   [ a0 a0 t0 | b0 t0 | c0 t0 ]      blocks: a0 a0, b0 and c0
+    """
+
+    def __init__(self, layout: KeyLayout, width: int, like: Tensor) -> None:
+        self.layout, self.width = layout, width
+        self.counts = tuple(size * width + 1 for size in layout.sizes)
+        self.message = like.new_zeros(sum(self.counts))
+        self.parts = self.message.split(self.counts)
+        self.blocks = [
+            part[:-1].view(size, width) for part, size in zip(self.parts, layout.sizes, strict=True)
+        ]
+
+    def add_product(self, weights: Tensor, own: Tensor) -> None:
+        """Add ``weights.T @ own``; weights have a column for each key of all ranks."""
+        for block, columns in zip(self.blocks, weights.split(self.layout.sizes, 1), strict=True):
+            if own.dtype == block.dtype:
+                block.addmm_(columns.T, own)
+            else:
+                block.add_(torch.mm(columns.T, own))
+
+    def reduce(self, own_term: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum over ranks: the rows of this rank's keys, and all ranks' terms."""
+        for part in self.parts:
+            part[-1] = own_term
+        if self.layout.world == 1:
+            return self.blocks[0], own_term
+        group = self.layout.group
+        received = reduce_scatter(self.message, sizes=self.counts, group=group, grad="none")
+        return received[:-1].view(self.layout.sizes[self.layout.rank], self.width), received[-1]
 
 
 class RingKeys:
