@@ -27,7 +27,8 @@ def make_model() -> SentenceTransformer:
     ids = {word: i for i, word in enumerate(["[UNK]", *words])}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_dim=8)]).double()
+    embedding = StaticEmbedding(tokenizer, embedding_dim=8)
+    return SentenceTransformer(modules=[embedding], device="cpu").double()
 
 
 def train(model: nn.Module, loss: nn.Module, columns: list[dict[str, torch.Tensor]]) -> None:

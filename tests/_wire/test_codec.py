@@ -1,6 +1,7 @@
 """Nothing received is ever unpickled or evaluated, and no message can crash its reader."""
 
 import ast
+import os
 import random
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from allgrad.module_state._specs import EntrySpec
 
 SRC = Path(__file__).parent.parent.parent / "src" / "allgrad"
 RANKS = 3
+MESSAGES = 100_000 if os.environ.get("ALLGRAD_ALL") else 20_000
 
 
 def rank_args(chance):
@@ -81,18 +83,18 @@ def mutated(words, chance):
     ],
     ids=["handshake", "check", "state digest", "state specs", "state settings"],
 )
-def test_a_hundred_thousand_damaged_messages(make, decode):
+def test_damaged_messages_are_refused_or_read(make, decode):
     chance = random.Random(0)
     refused = 0
     originals = [make(chance) for _ in range(50)]
     for original in originals:
         decode(original)
-    for _ in range(100_000):
+    for _ in range(MESSAGES):
         try:
             decode(mutated(chance.choice(originals), chance))
         except AllgradError:
             refused += 1
-    assert 50_000 < refused < 100_000
+    assert MESSAGES / 2 < refused < MESSAGES
 
 
 def test_a_check_comes_out_as_it_went_in():

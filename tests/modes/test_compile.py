@@ -52,7 +52,7 @@ def check_as_eager(fn, *inputs, backend=BACKEND, **options):
                     same(a.grad, b.grad, "the gradient")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_in_a_graph_as_eager(rank, world, name):
@@ -83,6 +83,7 @@ def many(at, sizes, x, y):
 SIZES = (2, 1, 3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_several_collectives_in_one_graph(rank, world, dynamic):

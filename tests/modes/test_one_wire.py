@@ -47,7 +47,7 @@ def in_one_process(pieces):
     return torch.autograd.grad(loss, pieces)
 
 
-STEPS = 100 if os.environ.get("ALLGRAD_ALL") else 30
+STEPS = 100 if os.environ.get("ALLGRAD_ALL") else 15  # TorchDynamo gives up after 8
 
 
 @pytest.mark.timeout(400)

@@ -1,9 +1,13 @@
 """Attention over a split sequence: torch's attention on the joined one."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 import allgrad as ag
 from allgrad.errors import InputError, SizesError
@@ -178,3 +182,68 @@ def test_heads_that_do_not_fit(rank, world, kind):
     odd = (q[:2], k[:2], k[:2]) if rank == 2 else (q, k, k)
     raises_everywhere(InputError, lambda: KINDS[kind](*odd), name, "<- differs")
     raises_everywhere(SizesError, lambda: KINDS[kind](q, k, k, sizes=[1, 1, 1]), "2 keys")
+
+
+def twice(attend, xs):
+    """The output, two derivatives of it, and the first again over the graph that was kept."""
+    y = attend(*xs, causal=True)
+    first = derivatives(y.sin().sum(), xs, graph=True)
+    second = torch.autograd.grad(
+        sum(g.square().sum() for g in first), xs, retain_graph=True, materialize_grads=True
+    )
+    return [y, *first, *second, *derivatives(y.sin().sum(), xs)]
+
+
+FROM = {
+    "leaves": lambda q, k, v: (q, k, v),
+    "made": lambda q, k, v: (q * 1.5, k.sin(), v.cos()),
+    "one tensor": lambda q, _k, _v: (q, q, q),
+    "of each other": lambda q, k, v: (q, q.sin(), v + k * q),
+}
+
+
+@both
+@pytest.mark.parametrize("inputs", FROM)
+@pytest.mark.parametrize("width", [8, 5])
+def test_alone_two_derivatives_of_torchs_kernel(kind, inputs, width):
+    xs = [leaf(random((2, 2, 6, width), seed)) for seed in range(3)]
+
+    def of(attend):
+        return lambda *xs, causal: attend(*FROM[inputs](*xs), causal=causal)
+
+    for got, want in zip(twice(of(KINDS[kind]), xs), twice(of(attention), xs), strict=True):
+        close(got, want, "a derivative")
+
+
+def test_alone_under_autocast_and_checkpoint():
+    xs = [leaf(random((2, 2, 6, 8), seed).float()) for seed in range(3)]
+
+    def cast(*xs, causal):
+        with torch.autocast("cpu", torch.bfloat16):
+            return ring_attention(*xs, causal=causal)
+
+    def again(*xs, causal):
+        return checkpoint(ring_attention, *xs, causal=causal, use_reentrant=False)
+
+    want = twice(attention, xs)
+    for attend, loose in ((cast, {"rtol": 0.1, "atol": 0.15}), (again, {})):
+        for one, other in zip(twice(attend, xs), want, strict=True):
+            torch.testing.assert_close(one.float(), other, **loose)
+
+
+def test_alone_nothing_outlives_the_graph():
+    """Also where backward never ran, and without the garbage collector."""
+    x = leaf(random((1, 2, 4, 8), 0))
+    for backward in (False, True):
+        q = x * 2
+        seen = weakref.ref(q)
+        y = ring_attention(q, q, q)
+        y.register_hook(torch.neg)  # the caller's hooks are the caller's
+        if backward:
+            (got,) = torch.autograd.grad(y.sum(), x)
+            (want,) = torch.autograd.grad(ring_attention(x * 2, x * 2, x * 2).sum(), x)
+            close(got, -want, "the gradient")
+        gc.disable()
+        del q, y
+        assert seen() is None
+        gc.enable()

@@ -327,7 +327,7 @@ def test_ranks_end_with_their_caller_even_inside_a_call() -> None:
 
         def body():
             print(os.getpid(), flush=True)
-            time.sleep(100)
+            time.sleep(300)
 
         if __name__ == "__main__":  # functions of __main__ travel too, and it is not run again
             print(run_ranks(os.getpid, 1)[0], flush=True)
@@ -339,7 +339,7 @@ def test_ranks_end_with_their_caller_even_inside_a_call() -> None:
         capture_output=True,
         check=True,
         text=True,
-        timeout=40,  # the rank holds this pipe open: as long as it lives, run() waits
+        timeout=100,  # the rank holds this pipe open: as long as it lives, run() waits
     )
     first, second = map(int, done.stdout.split())
     assert first == second

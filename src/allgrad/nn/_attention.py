@@ -5,14 +5,15 @@ Both are differentiable to any order, and keep no matrix of scores for backward.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from allgrad._autograd.transforms import is_plain_autograd
+from allgrad._core.torch_internals import before_node, current_node, kernel_inputs
 from allgrad.errors import InputError, PieceMismatch, SizesError, rank_table
 from allgrad.nn._ranks import find_place, gather_numbers, refuse
 
@@ -21,13 +22,10 @@ if TYPE_CHECKING:
 
     from allgrad.types import GroupLike
 
-__all__ = ["attend_all", "attend_block", "check_heads", "nothing_of"]
+__all__ = ["attend_all", "attend_alone", "attend_block", "check_heads", "nothing_of"]
 
 
-class _Options(NamedTuple):
-    mask: Tensor | None
-    causal: bool
-    scale: float | None
+_Options: TypeAlias = tuple[Tensor | None, bool, float | None]  # mask, causal, scale
 
 
 def attend_all(
@@ -45,16 +43,21 @@ def attend_all(
     """
     if not (q.shape[-2] and k.shape[-2]):
         return q.new_zeros(*q.shape[:-1], v.shape[-1]) + nothing_of(q, k, v)
-    options = _Options(mask, causal, scale)
+    options = mask, causal, scale
     if not is_plain_autograd():
         return _by_formula(q, k, v, options)
-    if not _HIDDEN or _kind(q, v, mask) not in _HIDDEN:
-        y = _by_kernel(q, k, v, options)
-        if y.grad_fn is None or _can_be_differentiated_twice(y.grad_fn, (q, k, v), options):
-            return y
-        _HIDDEN.add(_kind(q, v, mask))
-    result: Tensor = _Kernel.apply(options, q, k, v)  # type: ignore[no-untyped-call]
-    return result
+    if _HIDDEN and _kind(q, v, mask) in _HIDDEN:
+        return _in_own_graph(q, k, v, options)
+    return _twice_differentiable(_by_kernel(q, k, v, options), q, k, v, options)
+
+
+def attend_alone(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+    """The same for tensors of one shape in plain autograd, with nothing left to check."""
+    options = None, causal, scale
+    if _HIDDEN and _kind(q, v, None) in _HIDDEN:
+        return _in_own_graph(q, k, v, options)
+    y = scaled_dot_product_attention(q, k, v, None, 0.0, causal, scale=scale)
+    return _twice_differentiable(y, q, k, v, options)
 
 
 # Inputs for which torch puts ops of its own around its kernel, to pad them for example.
@@ -66,29 +69,42 @@ def _kind(q: Tensor, v: Tensor, mask: Tensor | None) -> tuple[object, ...]:
     return q.device.type, q.dtype, q.shape[-1], v.shape[-1], mask is None
 
 
-def _can_be_differentiated_twice(
-    node: Any, inputs: tuple[Tensor, Tensor, Tensor], options: _Options
-) -> bool:
-    """Give torch's kernel a second derivative, where its node is next to the result and the inputs.
+def _twice_differentiable(y: Tensor, q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
+    """Give torch's kernel a second derivative, where its node is next to the result.
 
-    Where torch took no kernel there is nothing to do. This is all that a call costs beside torch's.
+    Where torch took no kernel there is nothing to do. This is all that a call costs beside torch's:
+    a hook after the node would take four times as long, so one before it asks for that one.
     """
-    if not node.name().startswith(_KERNEL):
-        return not _leads_to_kernel(node, steps=4)
-    edges, (q, k, v) = node.next_functions, inputs
-    if not (
-        _is_edge_of(q, edges[0][0]) and _is_edge_of(k, edges[1][0]) and _is_edge_of(v, edges[2][0])
-    ):
-        return False
+    node = y.grad_fn
+    if node is None:
+        return y
+    if node.name().startswith(_KERNEL):
+
+        def in_backward(_: Tensor) -> None:
+            if is_grad_enabled():
+                _replace_gradients(current_node(), (q, k, v), options)
+
+        before_node(node, y, in_backward)
+        return y
+    if not _leads_to_kernel(node, steps=4):
+        return y
+    _HIDDEN.add(_kind(q, v, options[0]))
+    return _in_own_graph(q, k, v, options)
+
+
+def _replace_gradients(node: Any, inputs: Sequence[Tensor], options: _Options) -> None:
+    """Have the gradients that the node is about to compute replaced by those of the formula."""
+    edges = node.next_functions
+    if not all(_is_edge_of(x, edge) for x, (edge, _) in zip(inputs, edges, strict=False)):
+        inputs = kernel_inputs(node)  # as autocast made them of what the caller gave
 
     def by_formula(found: tuple[Any, ...], gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not torch.is_grad_enabled() or gradients[0] is None:
+        handle.remove()  # a retained graph may run again
+        if gradients[0] is None:
             return None
-        formula = _by_formula(q, k, v, options)
-        return *_gradients(formula, inputs, gradients[0], graph=True), *found[3:]
+        return *_gradients_by_formula(inputs, options, gradients[0]), *found[3:]
 
-    node.register_hook(by_formula)
-    return True
+    handle = node.register_hook(by_formula)
 
 
 def _is_edge_of(x: Tensor, edge: Any) -> bool:
@@ -106,14 +122,10 @@ def _leads_to_kernel(node: Any, steps: int) -> bool:
 
 
 def _by_kernel(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
+    mask, causal, scale = options
+    grouped = q.dim() > 2 and q.shape[-3] != k.shape[-3]
     return scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        options.mask,
-        is_causal=options.causal,
-        scale=options.scale,
-        enable_gqa=q.dim() > 2 and q.shape[-3] != k.shape[-3],
+        q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped
     )
 
 
@@ -125,6 +137,11 @@ def _by_formula(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
 def nothing_of(*xs: Tensor) -> Tensor:
     """Zero, linked to the tensors: a rank that needs none of them takes part in their backward."""
     return torch.stack([x.flatten()[:0].sum() for x in xs]).sum()
+
+
+def _in_own_graph(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
+    result: Tensor = _Kernel.apply(options, q, k, v)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Kernel(torch.autograd.Function):
@@ -144,8 +161,7 @@ class _Kernel(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
         if torch.is_grad_enabled():
-            y = _by_formula(inputs[0], inputs[1], inputs[2], ctx.options)
-            return None, *_gradients(y, inputs, gradient, graph=True)
+            return None, *_gradients_by_formula(inputs, ctx.options, gradient)
         # Kept, the inner graph would outlive the rest of the graph: a second backward makes it anew.
         inner, ctx.inner = ctx.inner, None
         y, leaves = inner or _inner_graph(inputs, ctx.options)
@@ -156,6 +172,15 @@ def _inner_graph(inputs: Sequence[Tensor], options: _Options) -> tuple[Tensor, l
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
         return _by_kernel(leaves[0], leaves[1], leaves[2], options), leaves
+
+
+def _gradients_by_formula(
+    inputs: Sequence[Tensor], options: _Options, gradient: Tensor
+) -> list[Tensor | None]:
+    """Gradients that can be differentiated in turn."""
+    # Keys may be made of queries, or be the same tensor: a gradient of one must not hold the other's.
+    q, k, v = (x.view_as(x) for x in inputs)
+    return _gradients(_by_formula(q, k, v, options), (q, k, v), gradient, graph=True)
 
 
 def _gradients(

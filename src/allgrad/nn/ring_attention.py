@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from allgrad._autograd.transforms import is_plain_autograd
+from allgrad._wire.groups import find_group
 from allgrad.collectives.permute import shift
-from allgrad.nn._attention import attend_all, attend_block, check_heads, nothing_of
+from allgrad.nn._attention import (
+    attend_all,
+    attend_alone,
+    attend_block,
+    check_heads,
+    nothing_of,
+)
 from allgrad.nn._ranks import find_place
 
 if TYPE_CHECKING:
@@ -19,6 +27,8 @@ if TYPE_CHECKING:
     from allgrad.types import GroupLike
 
 __all__ = ["ring_attention"]
+
+_NAME = "ring_attention"
 
 
 def ring_attention(
@@ -51,10 +61,13 @@ def ring_attention(
     Cost: for W ranks, W - 1 messages of a block of keys and values each way, plus one size
     exchange unless ``sizes`` is given. In a world of one: torch's attention.
     """
-    sizes = check_heads("ring_attention", q, k, v, causal=causal, sizes=sizes, group=group)
+    alone = sizes is None and is_plain_autograd() and find_group(_NAME, group).size == 1
+    if alone and q.shape == k.shape == v.shape and q.numel() and q.dim() > 2:
+        return attend_alone(q, k, v, causal, scale)
+    sizes = check_heads(_NAME, q, k, v, causal=causal, sizes=sizes, group=group)
     if len(sizes) == 1:
         return attend_all(q, k, v, causal=causal, scale=scale)
-    world, rank = len(sizes), find_place("ring_attention", group).rank
+    world, rank = len(sizes), find_place(_NAME, group).rank
     length, scale = q.shape[-2], 1 / sqrt(q.shape[-1]) if scale is None else scale
     heads = k.shape[-3] if k.dim() > 2 else 1
     grouped = (q.shape[-3] if q.dim() > 2 else 1) // heads

@@ -85,10 +85,19 @@ def test_panels_that_fit_nothing_evenly(name, monkeypatch):
     check(name, 1031, 100, torch.float32)
 
 
+@pytest.fixture
+def matmul_switches():
+    """Torch's switches for products of float32, put back afterwards (monkeypatch would delete this one)."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    yield matmul
+    matmul.fp32_precision = before
+
+
 @pytest.mark.parametrize(("precision", "near"), [("ieee", 5e-6), ("tf32", 1e-3)])
-def test_float32_follows_the_switch_for_tf32(precision, near, monkeypatch):
+def test_float32_follows_the_switch_for_tf32(precision, near, matmul_switches, monkeypatch):
     """Tensor cores multiply 11 bits; three of their products make one in float32."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
+    matmul_switches.fp32_precision = precision
     monkeypatch.setitem(NEAR, torch.float32, near)
     for name in LOSSES:
         check(name, 1031, 512, torch.float32)
