@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+RECORDED = "allgrad all_reduce, recorded"
+
+
 def implementations() -> dict[str, Callable[[], object]]:
     x, g = torch.ones(2, requires_grad=True), torch.ones(2)
     functional = functional_collectives()
@@ -40,16 +43,6 @@ def implementations() -> dict[str, Callable[[], object]]:
         out = g.clone()
         dist.all_reduce(out)
         return out
-
-    recorder = recording.Recorder(Path(tempfile.mkdtemp()), calls=1 << 12)
-
-    def recorded(call: Callable[[], object]) -> Callable[[], object]:
-        def run() -> None:
-            recording._switch(recorder)
-            call()
-            recording._switch(None)
-
-        return run
 
     def with_backward(call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(call(x), x, g)
@@ -60,7 +53,7 @@ def implementations() -> dict[str, Callable[[], object]]:
         "allgrad all_reduce": lambda: ag.all_reduce(x),
         "allgrad all_reduce, no gradient": lambda: ag.all_reduce(g, grad="none"),
         "allgrad all_gather, equal": lambda: ag.all_gather(x, sizes="equal"),
-        "allgrad all_reduce, recorded": recorded(lambda: ag.all_reduce(x)),
+        RECORDED: lambda: ag.all_reduce(x),
         "nn all_reduce": lambda: nn.all_reduce(x),
         "functional all_reduce": lambda: functional.all_reduce(x, "sum", dist.group.WORLD).wait(),
         "allgrad all_reduce, forward and backward": with_backward(ag.all_reduce),
@@ -87,11 +80,14 @@ def inside(calls: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     made = implementations()
-    for implementation in made.values():
+    recorder = recording.Recorder(Path(tempfile.mkdtemp()), calls=1 << 12)
+    for name, implementation in made.items():
+        recording._switch(recorder if name == RECORDED else None)
         for _ in range(20):
             implementation()
     control("--instr=on")
     for name, implementation in made.items():
+        recording._switch(recorder if name == RECORDED else None)
         control("--zero")
         for _ in range(calls):
             implementation()

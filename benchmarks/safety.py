@@ -1,12 +1,13 @@
 """The cost of lockstep, deadline, checked and recorded, compared with the plain call, in one interleaved run.
 
-    python benchmarks/safety.py [--ranks 4] [--repeats 41] [--kib 4 256 4096]
+    python benchmarks/safety.py [--ranks 4] [--repeats 101] [--kib 4 256 4096] [--modes recorded]
 
-A sample is the mean time of ten calls of all_gather, forward and backward, on the slowest rank, after
-one call of the same kind that is not timed: a program has a mode on for many calls, so its code is in
-the caches. The order is shuffled in every turn. "plain again" is the plain call a second time: what it
-adds is noise, and the fastest samples tell what a machine without other work would. Values are checked
-first.
+A sample is the mean time of twenty calls of all_gather, forward and backward, on the slowest rank, after
+two calls of the same kind that are not timed: a program has a mode on for many calls, so its code is in
+the caches. The order is shuffled in every turn, and each sample is compared with the plain one of its
+turn: what else the machine does mostly cancels out. The cost is the median of these differences, with
+its standard error. "plain again" is the plain call a second time: what it adds is noise, and the fastest
+samples tell what a machine without other work would. Values are checked first.
 """
 
 from __future__ import annotations
@@ -53,16 +54,8 @@ def when_checked(x: torch.Tensor) -> torch.Tensor:
         return plain(x)
 
 
-def when_recorded(x: torch.Tensor) -> torch.Tensor:
-    recording._switch(RECORDERS[0])  # the file is made once for a program, not for each call
-    try:
-        return plain(x)
-    finally:
-        recording._switch(None)
-
-
-RECORDERS: list[recording.Recorder] = []
-CALLS = 10
+RECORDERS: list[recording.Recorder] = []  # the file is made once for a program, not for each sample
+CALLS, UNTIMED = 20, 2
 
 IMPLEMENTATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "plain": plain,
@@ -70,65 +63,76 @@ IMPLEMENTATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "lockstep": in_lockstep,
     "deadline": within_deadline,
     "checked": when_checked,
-    "recorded": when_recorded,
+    "recorded": plain,
 }
 
 
-def measure(kib: int, repeats: int) -> dict[str, list[float]]:
+def measure(kib: int, repeats: int, names: list[str]) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         RECORDERS[:] = [recording.Recorder(Path(folder), calls=1 << 16)]
-        return times_of_all(kib, repeats)
+        return times_of_all(kib, repeats, names)
 
 
-def times_of_all(kib: int, repeats: int) -> dict[str, list[float]]:
+def times_of_all(kib: int, repeats: int, names: list[str]) -> dict[str, list[float]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     x = torch.full((kib * 256,), float(rank + 1), requires_grad=True)
-    for name, implementation in IMPLEMENTATIONS.items():
-        x.grad = None
-        implementation(x)
+    for name in names:
+        time_of(name, x)
         assert torch.equal(x.grad, torch.full_like(x, float(world))), name
-    times: dict[str, list[float]] = {name: [] for name in IMPLEMENTATIONS}
-    names, order = list(IMPLEMENTATIONS), random.Random(0)  # noqa: S311 - same on each rank
+    times: dict[str, list[float]] = {name: [] for name in names}
+    order = random.Random(0)  # noqa: S311 - same on each rank
     for _ in range(repeats):
         for name in order.sample(names, len(names)):
-            took = time_of(IMPLEMENTATIONS[name], x)
-            slowest = torch.tensor([took], dtype=torch.float64)
+            slowest = torch.tensor([time_of(name, x)], dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             times[name].append(slowest.item())
     return times
 
 
-def time_of(implementation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
+def time_of(name: str, x: torch.Tensor) -> float:
     """Seconds of one call, the mean of several in a row."""
-    for call in range(CALLS + 1):
-        if call == 1:
+    implementation = IMPLEMENTATIONS[name]
+    recording._switch(RECORDERS[0] if name == "recorded" else None)
+    for call in range(UNTIMED + CALLS):
+        if call == UNTIMED:
             dist.barrier()
             began = time.perf_counter()
         x.grad = None
         implementation(x)
-    return (time.perf_counter() - began) / CALLS
+    took = (time.perf_counter() - began) / CALLS
+    recording._switch(None)
+    return took
+
+
+def median_with_error(samples: list[float]) -> tuple[float, float]:
+    """The median and its standard error, from the spread that outliers leave alone."""
+    middle = statistics.median(samples)
+    spread = 1.4826 * statistics.median(abs(sample - middle) for sample in samples)
+    return middle, 1.2533 * spread / len(samples) ** 0.5
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=41)
+    parser.add_argument("--repeats", type=int, default=101)
     parser.add_argument("--kib", type=int, nargs="+", default=[4, 256, 4096])
+    modes = list(IMPLEMENTATIONS)[1:]
+    parser.add_argument("--modes", nargs="+", choices=modes, default=modes)
     options = parser.parse_args()
+    names = ["plain", *options.modes]
     for kib in options.kib:
-        times = run_ranks(measure, options.ranks, kib, options.repeats, timeout=600)[0]
-        base = statistics.median(times["plain"])
+        times = run_ranks(measure, options.ranks, kib, options.repeats, names, timeout=600)[0]
+        base, least = statistics.median(times["plain"]), min(times["plain"])
         print(f"all_gather forward and backward, {options.ranks} ranks, {kib} KiB a rank")
         for name, samples in times.items():
-            # Each sample beside the plain call of its turn: what else the machine does cancels out.
             pairs = zip(samples, times["plain"], strict=True)
-            more = statistics.median(sample - plain for sample, plain in pairs)
-            middle = statistics.median(samples)
-            factor, fastest = 1 + more / base, min(samples)
-            least = f"fastest {fastest * 1e3:8.3f} ms   x {fastest / min(times['plain']):.3f}"
+            more, error = median_with_error([sample - plain for sample, plain in pairs])
             print(
-                f"  {name:11} {middle * 1e3:8.2f} ms   x {factor:.3f} {more * 1e6:+8.0f} us   {least}"
+                f"  {name:11} {statistics.median(samples) * 1e3:8.3f} ms "
+                f"{more * 1e6:+8.1f} us +- {error * 1e6:.1f} "
+                f"{more / base * 100:+8.2f} % +- {error / base * 100:.2f}   "
+                f"fastest {min(samples) * 1e3:8.3f} ms   x {min(samples) / least:.3f}"
             )
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from allgrad._wire.algorithms import Situation
 from allgrad._wire.groups import Backend
 from allgrad._wire.link_model import LOOPBACK, Links, predict, with_given
-from allgrad._wire.recording import CLOSED_AT, HEADER_BYTES, MAGIC
+from allgrad._wire.recorder import CLOSED_AT, EVENT_BYTES, HEADER_BYTES, MAGIC
 from allgrad.errors import InputError
 from allgrad.report.findings import find
 from allgrad.report.load import load
@@ -158,10 +158,10 @@ def shifted(file, out, by, wall):
     header["monotonic"] += by
     words = MAGIC + json.dumps(header).encode()
     raw[:CLOSED_AT] = words + b"\0" * (CLOSED_AT - len(words))
-    for at in range(HEADER_BYTES, HEADER_BYTES + header["calls"] * 36, 36):
-        start, end, *_, kind = struct.unpack_from("<QQIHHIII", raw, at)
-        if kind:
-            struct.pack_into("<QQ", raw, at, start + by, end + by)
+    for at in range(HEADER_BYTES, HEADER_BYTES + header["calls"] * EVENT_BYTES, EVENT_BYTES):
+        start, end, _, what = struct.unpack_from("=4Q", raw, at)
+        if what:
+            struct.pack_into("=2Q", raw, at, start + by, end + by)
     out.write_bytes(raw)
 
 
@@ -222,12 +222,7 @@ def test_the_command_writes_what_is_asked_for(slow_rank, tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-EVENT = np.dtype(
-    [
-        *(("start", "<u8"), ("end", "<u8"), ("out", "<u4"), ("out_high", "<u2")),
-        *(("in_high", "<u2"), ("in", "<u4"), ("number", "<u4"), ("kind", "<u4")),
-    ]
-)
+EVENT = np.dtype([(name, np.uint64) for name in ("start", "end", "bytes", "what")])
 
 
 def enlarge(file, out, calls):
@@ -235,13 +230,13 @@ def enlarge(file, out, calls):
     raw = file.read_bytes()
     header = json.loads(raw[len(MAGIC) : CLOSED_AT].rstrip(b"\0"))
     ring = np.frombuffer(raw, EVENT, header["calls"], HEADER_BYTES)
-    own = ring[ring["kind"] > 0]
+    own = ring[ring["what"] > 0]
     events = np.tile(own, calls // len(own) + 1)[:calls]
     span = int(own["end"].max() - own["start"].min()) + 10**6
     later = np.arange(calls) // len(own) * span
     events["start"] += later.astype(np.uint64)
     events["end"] += later.astype(np.uint64)
-    events["number"] = np.arange(calls)
+    events["what"] = events["what"] >> 32 << 32 | np.arange(calls, dtype=np.uint64)
     table = raw[HEADER_BYTES + header["calls"] * EVENT.itemsize :]
     words = MAGIC + json.dumps(header | {"calls": calls}).encode()
     closed = raw[CLOSED_AT:HEADER_BYTES]

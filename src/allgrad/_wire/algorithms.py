@@ -314,20 +314,27 @@ _MOST_CHOICES = 4096
 
 
 class Choice:
-    """The algorithm of calls that are alike; one object for each key of ``CHOSEN``."""
+    """The algorithm of calls that are alike; one object for each key of ``CHOSEN``.
 
-    __slots__ = ("algorithm", "operation", "run")
+    ``nbytes``: of the input and of the result, where all these calls have the same.
+    """
 
-    def __init__(self, operation: str, algorithm: Algorithm) -> None:
+    __slots__ = ("algorithm", "nbytes", "operation", "run")
+
+    def __init__(
+        self, operation: str, algorithm: Algorithm, piece: int, total: int, equal: bool
+    ) -> None:
         """With its function at hand."""
         self.operation, self.algorithm, self.run = operation, algorithm, algorithm.run
+        ends = {"all_gather": (piece, total), "reduce_scatter": (total, piece)}
+        self.nbytes = ends.get(operation, (piece, piece)) if equal else None
 
 
 def keep_choice(key: tuple[Any, ...], algorithm: Algorithm) -> Choice:
-    """Remember the choice for the next call like it; a key begins with the operation."""
+    """Remember the choice for the next call like it; a key begins with the operation and ends with the sizes."""
     if len(CHOSEN) >= _MOST_CHOICES:
         CHOSEN.clear()
-    CHOSEN[key] = choice = Choice(key[0], algorithm)
+    CHOSEN[key] = choice = Choice(key[0], algorithm, *key[-1])
     return choice
 
 

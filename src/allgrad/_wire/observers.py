@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from allgrad._wire.algorithms import Choice
     from allgrad._wire.calls import Call
     from allgrad._wire.primitives import WireCall
-    from allgrad._wire.recording import Recorder
+    from allgrad._wire.recorder import Recorder
 
     Begun = tuple[Recorder, int]  # an event that was written before
 
-__all__ = ["LOGGER", "STATE", "is_observed", "prepare", "record", "refuse", "run", "start"]
+__all__ = ["LOGGER", "STATE", "is_observed", "prepare", "refuse", "run", "start"]
 
 LOGGER = logging.getLogger("allgrad")
 
@@ -78,21 +78,7 @@ def run(  # noqa: PLR0917
         return result[0]
     if STATE.recorder is None:
         return choice.run(call, x, *args)
-    return record(STATE.recorder, choice, root, call, x, args)
-
-
-def record(  # noqa: PLR0917
-    recorder: Recorder, choice: Choice, root: int, call: Call, x: Tensor, args: Sequence[Any]
-) -> Tensor:
-    """The same for a recording alone."""
-    event = recorder.begin_again(choice, root, call, x)
-    try:
-        out = choice.run(call, x, *args)
-    except BaseException as error:
-        recorder.fail(event, error)
-        raise
-    recorder.end(event, out.nbytes)
-    return out
+    return STATE.recorder.record(choice, root, call, x, args)
 
 
 def start(  # noqa: PLR0917

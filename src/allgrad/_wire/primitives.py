@@ -210,9 +210,10 @@ def _run(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) ->
         choice = keep_choice(key, choose(_situation(operation, call, x, sizes)))
     if PROFILER[PROFILING] or LOGGER.level or begun is not None:
         return observers.run(choice, root, call, x, args, begun)
-    if STATE.recorder is None:
+    recorder = STATE.recorder
+    if recorder is None:
         return choice.run(call, x, *args)
-    return observers.record(STATE.recorder, choice, root, call, x, args)
+    return recorder.record(choice, root, call, x, args)
 
 
 def _cannot_add(call: Call, dtype: torch.dtype) -> ReductionError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from allgrad._wire.recording import boot
+from allgrad._wire.recorder import boot
 from allgrad.report.model import LastCall
 from allgrad.report.units import ranks_do, seconds, short_site
 

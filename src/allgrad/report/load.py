@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from allgrad._wire.recording import CLOSED_AT, EVENT_BYTES, FAILED, HEADER_BYTES, MAGIC
+from allgrad._wire.recorder import CLOSED_AT, EVENT_BYTES, FAILED, HEADER_BYTES, LARGE, MAGIC
 from allgrad.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,14 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Events", "Group", "Kind", "RankFile", "Recording", "load"]
 
-_RAW = np.dtype(
-    [
-        *(("start", "<u8"), ("end", "<u8"), ("out_low", "<u4"), ("out_high", "<u2")),
-        *(("in_high", "<u2"), ("in_low", "<u4"), ("number", "<u4"), ("kind", "<u4")),
-    ]
-)
+_RAW = np.dtype([(name, np.uint64) for name in ("start", "end", "bytes", "what")])
 assert _RAW.itemsize == EVENT_BYTES
-
 
 _WORLD = "0"  # torch's name for the group of all ranks
 
@@ -165,9 +159,14 @@ def _load_rank(file: Path, kinds: dict[Kind, int], groups: dict[Group, int]) -> 
         end = HEADER_BYTES + header["calls"] * EVENT_BYTES
         table = _Table(data[end:], header["rank"], kinds, groups)
         # Unused places of the ring have no kind. Only the used part is read.
-        raw: NDArray[Any] = np.frombuffer(data, _RAW, header["calls"], HEADER_BYTES)
-        used = np.flatnonzero(raw["kind"])
-        raw = raw[: used[-1] + 1 if len(used) else 0].copy()
+        ring: NDArray[Any] = np.frombuffer(data, _RAW, header["calls"], HEADER_BYTES)
+        used = np.flatnonzero(ring["what"])
+        ring = ring[: used[-1] + 1 if len(used) else 0]
+        raw = _copy(ring)
+        # One that was being written is whole by now.
+        unfinished = np.flatnonzero(_ends(raw) == 0)
+        raw[unfinished] = ring[unfinished]
+        del ring
     events = _events(raw, table)
     return RankFile(
         header["rank"],
@@ -190,6 +189,7 @@ class _Table:
         self.kind = [0]
         self.group_of_kind = [0]
         self.thread_of_kind = [0]
+        self.large: dict[int, tuple[int, int]] = {}  # bytes that an event has no room for, by kind
         self.threads: dict[int, str] = {}
         self.errors: dict[int, str] = {}
         self.ended_by: tuple[str, str] | None = None
@@ -202,6 +202,8 @@ class _Table:
                 self.kind.append(kinds.setdefault(kind, len(kinds)))
                 self.group_of_kind.append(local_groups[entry["group"]])
                 self.thread_of_kind.append(entry["thread"])
+                if entry["sent"] or entry["received"]:
+                    self.large[entry["kind"]] = entry["sent"], entry["received"]
             elif "error" in entry:
                 self.errors[entry["start"]] = entry["error"]
             elif "ended" in entry:
@@ -217,25 +219,51 @@ class _Table:
             self.threads[0] = f"rank {rank}"
 
 
+def _copy(ring: NDArray[Any]) -> NDArray[Any]:
+    """In memory of its own, which goes back to the system at once: malloc would keep it."""
+    raw: NDArray[Any] = np.frombuffer(mmap.mmap(-1, max(1, ring.nbytes)), _RAW, len(ring))
+    raw[:] = ring
+    return raw
+
+
 def _events(raw: NDArray[Any], table: _Table) -> Events:
-    known = (raw["kind"] > 0) & (raw["kind"] < len(table.kind))
-    if not known.all():
-        raw = raw[known]
+    kind = _halves(raw["what"])[1].astype(np.int32)
+    kept: Any = (kind > 0) & (kind < len(table.kind))
     start = raw["start"].astype(np.int64)
     if np.any(start[1:] < start[:-1]):  # once around the ring, or several threads
-        raw = raw[np.argsort(start, kind="stable")]
-    end, kind = raw["end"], raw["kind"]
+        order = np.argsort(start, kind="stable")
+        kept = order[kept[order]]
+    elif kept.all():
+        kept = slice(None)
+    kind, end = kind[kept], _ends(raw)[kept]
+    sent, received = _halves(raw["bytes"][kept])
+    for number, (more_sent, more_received) in table.large.items():
+        of_kind = kind == number
+        sent[of_kind & (sent == LARGE)] = more_sent
+        received[of_kind & (received == LARGE)] = more_received
     return Events(
-        raw["start"].astype(np.int64),
-        (end & np.uint64(FAILED - 1)).astype(np.int64),
-        (end & np.uint64(FAILED)) != 0,
-        raw["in_low"].astype(np.int64) | raw["in_high"].astype(np.int64) << 32,
-        raw["out_low"].astype(np.int64) | raw["out_high"].astype(np.int64) << 32,
-        raw["number"].astype(np.int64),
+        start[kept],
+        end,
+        (end > 0) & (raw["end"][kept] >= np.uint64(FAILED)),
+        sent,
+        received,
+        _halves(raw["what"][kept])[0],
         np.asarray(table.kind, np.int32)[kind],
         np.asarray(table.group_of_kind, np.int16)[kind],
         np.asarray(table.thread_of_kind, np.int16)[kind],
     )
+
+
+def _halves(words: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    low = (words & np.uint64(LARGE)).astype(np.int64)
+    return low, (words >> np.uint64(32)).astype(np.int64)
+
+
+def _ends(raw: NDArray[Any]) -> NDArray[np.int64]:
+    """0 for a call that has not ended: an end before the start is of the event overwritten."""
+    end = (raw["end"] & np.uint64(FAILED - 1)).astype(np.int64)
+    end[end < raw["start"].astype(np.int64)] = 0
+    return end
 
 
 def _dropped(events: Events) -> int:
