@@ -1,5 +1,7 @@
 """sentence-transformers: losses that gather across devices, with cached gradients too."""
 
+from importlib.metadata import PackageNotFoundError, version
+
 import pytest
 import torch
 from torch import nn
@@ -87,7 +89,20 @@ COMPARISONS = {
 }
 
 
-@pytest.mark.parametrize("name", COMPARISONS)
+def names():
+    """Before 6.2 their cached losses let DDP send gradients in each mini-batch: unequal numbers hang."""
+    try:
+        known = tuple(map(int, version("sentence-transformers").split(".")[:2]))
+    except PackageNotFoundError:
+        known = (0, 0)
+    too_old = pytest.mark.skipif(known < (6, 2), reason="hangs in DDP before 6.2")
+    return [
+        pytest.param(name, marks=too_old) if name.startswith("Cached") else name
+        for name in COMPARISONS
+    ]
+
+
+@pytest.mark.parametrize("name", names())
 def test_gradients_are_those_of_one_process(name):
     COMPARISONS[name].check()
 
