@@ -2,7 +2,10 @@
 
 from allgrad._wire import primitives as wire
 
-WIRE_CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
+WIRE_CALLS = (
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_unsized"),
+    *("broadcast", "reduce"),
+)
 
 
 class Counted:

@@ -127,7 +127,35 @@ def test_messages(rank, world):
     with Counted() as calls:
         sent = dispatch(x, torch.tensor([0, 1, 2, 0]), experts=3)
         combine(sent.tokens, sent).sum().backward()
-    assert calls == ["all_to_all"] * 5
+    assert calls == ["all_to_all_unsized", *["all_to_all"] * 3]
+
+
+@pytest.mark.ranks(3)
+def test_rows_travel_with_the_counts_where_those_of_all_ranks_are_few(rank, world):
+    """One rank with more than a message takes tells all of them; two dispatches later it is over."""
+    few, many = random((5, 8), rank), random((700 if rank == 1 else 5, 64), rank)
+    with_rows, apart = ["all_to_all_unsized"], ["all_to_all_unsized", "all_to_all"]
+    for x, want in ((few, with_rows), (many, apart), (few, apart), (few, with_rows)):
+        routing = torch.zeros(len(x), dtype=torch.int64)
+        with Counted() as calls:
+            sent = dispatch(x, routing, experts=3)
+        assert calls == want
+        back = combine(sent.tokens.clone(), sent)
+        assert torch.equal(back, x)
+
+
+DTYPES = (torch.bfloat16, torch.complex128, torch.bool, torch.int32, torch.float8_e5m2)
+
+
+@pytest.mark.ranks(3)
+def test_rows_of_every_dtype_and_an_odd_width(rank, world):
+    for dtype in DTYPES:
+        x = torch.arange(15 + rank * 3).view(-1, 3).add(rank).to(dtype)
+        x = x if rank else x[:0]  # nothing on one rank
+        sent = dispatch(x, torch.arange(len(x)) % 6, experts=6)
+        back = combine(sent.tokens, sent)
+        assert torch.equal(back.view(torch.uint8), x.view(torch.uint8)), dtype
+        assert ag.all_reduce(torch.tensor(len(sent.tokens))) == ag.all_reduce(torch.tensor(len(x)))
 
 
 @pytest.mark.ranks(3)
@@ -168,6 +196,8 @@ def test_options_that_differ_between_ranks(rank, world):
     )
     held = [1, 2, 0] if rank == 2 else [1, 1, 1]
     raises_everywhere(PieceMismatch, lambda: dispatch(x, routing, experts=held), "<- differs")
+    more = 6 if rank == 1 else 3
+    raises_everywhere(PieceMismatch, lambda: dispatch(x, routing, experts=more), "<- differs")
     raises_everywhere(
         PieceMismatch, lambda: dispatch(x, routing, experts=3, capacity=5 + rank // 2), "capacity=6"
     )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     # What is sent or received into, and the rank at the other end.
     Transfer: TypeAlias = tuple[Tensor, int]
 
-__all__ = ["exchange", "start", "wait"]
+__all__ = ["exchange", "start", "start_unsized", "wait"]
 
 _TAG = 1 << 30  # not the tag of messages that the caller may be sending meanwhile
 _OPERATIONS = {
@@ -32,8 +32,32 @@ _OPERATIONS = {
         ("", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
     )
 }
+_UNSIZED = len(_OPERATIONS)
 _NO_ROWS = torch.zeros(1, dtype=torch.uint8)
 _DTYPES = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+
+def start_unsized(
+    call: Call, sends: Sequence[Transfer], recvs: Sequence[Transfer], number: int
+) -> Sequence[Any]:
+    """Post messages whose length the receiver does not know: what it receives into may be longer."""
+    process_group = call.group.process_group
+    tag = _TAG | hash((_UNSIZED, number)) & (_TAG - 1)  # of numbers: the same in every process
+    try:
+        _prepare(call)
+        sending = [process_group.send([x], peer, tag) for x, peer in sends]
+        receiving = [process_group.recv([x], peer, tag) for x, peer in recvs]
+    except RuntimeError as error:
+        deadline.close_connections(call)
+        raise diagnosis.explain(call, error, 0.0, deadline.STATE.seconds) from error
+    return receiving + sending
+
+
+def _prepare(call: Call) -> None:
+    if not (deadline.STATE.no_deadline and call.group.registered):
+        deadline.prepare(call)
+    if watchdog.STATE.thread is None:
+        watchdog.start()
 
 
 def start(
@@ -49,10 +73,7 @@ def start(
     receiving: list[Any] = []
     sending: list[Any] = []
     try:
-        if not (deadline.STATE.no_deadline and call.group.registered):
-            deadline.prepare(call)
-        if watchdog.STATE.thread is None:
-            watchdog.start()
+        _prepare(call)
         for x, peer in sends:
             if x.numel():
                 sending.append(process_group.send([x], peer, _tag(x, about)))
@@ -85,7 +106,7 @@ def exchange(
     return [*receiving[::-1], *start(call, sends, (), number)[::-1]]
 
 
-def wait(call: Call, alike: Alike, works: Sequence[Any]) -> None:
+def wait(call: Call, alike: Alike | None, works: Sequence[Any]) -> None:
     """Wait for what was started; ``alike`` fits what the other ranks bring, if all is well."""
     began = time.monotonic()
     try:

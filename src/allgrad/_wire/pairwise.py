@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from allgrad._wire.messages import exchange, start, wait
+from allgrad._wire.messages import exchange, start, start_unsized, wait
 from allgrad._wire.point_to_point import _around, _reduce_own_block
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ __all__ = [
     "all_to_all",
     "all_to_all_in_turns",
     "all_to_all_receives_first",
+    "all_to_all_unsized",
     "reduce_scatter",
     "stacked_reduce_scatter",
 ]
@@ -118,6 +119,26 @@ def all_to_all_in_turns(call: Call, x: Tensor, *_: object) -> Tensor:
     sends = [*sends, *start(call, [(pieces[rank], rank) for rank in above], (), number)]
     wait(call, x, [*from_below, *sends])
     return out
+
+
+def all_to_all_unsized(
+    call: Call, x: Tensor, sends: Sequence[Tensor], recvs: Sequence[Tensor]
+) -> Tensor:
+    """``sends[r]`` to rank ``r``, and what it sends into ``recvs[r]``, which may be longer.
+
+    No rank sends more bytes than any receives into. ``x`` is all that is sent.
+    """
+    call.group.exchanges += 1
+    after, before = _around(range(call.size), call.rank)
+    works = start_unsized(
+        call,
+        [(sends[rank], rank) for rank in after],
+        [(recvs[rank], rank) for rank in before],
+        call.group.exchanges,
+    )
+    recvs[call.rank][: len(sends[call.rank])].copy_(sends[call.rank])
+    wait(call, None, works)
+    return x
 
 
 def reduce_scatter(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:

@@ -5,7 +5,8 @@ by rank are lengths along the first dimension. Whatever gathers, scatters or per
 ``all_to_all`` with the right counts.
 
 All six go through one dispatcher. A call waits for the async calls before it, is agreed on by the
-ranks in checked mode, and then runs the algorithm that ``algorithms`` chooses.
+ranks in checked mode, and then runs the algorithm that ``algorithms`` chooses. One more exchanges
+messages whose length the receiver does not know, where the backend can.
 """
 
 from __future__ import annotations
@@ -21,11 +22,19 @@ from torch import Tensor
 from allgrad._core import call_queue
 from allgrad._core.call_queue import QUEUE
 from allgrad._core.torch_internals import PROFILER, PROFILING, is_zero_tensor
-from allgrad._wire import eager, observers
-from allgrad._wire.algorithms import CHOSEN, MOVE_PARTS, PART, Situation, choose, keep_choice
+from allgrad._wire import costs, eager, observers, pairwise
+from allgrad._wire.algorithms import (
+    CHOSEN,
+    MOVE_PARTS,
+    PART,
+    Algorithm,
+    Situation,
+    choose,
+    keep_choice,
+)
 from allgrad._wire.calls import Call, resolve
 from allgrad._wire.codec import dtype_name
-from allgrad._wire.groups import GroupLike
+from allgrad._wire.groups import Backend, GroupLike
 from allgrad._wire.hosts import find_topology
 from allgrad._wire.observers import LOGGER, STATE
 from allgrad._wire.pairwise import Parts
@@ -43,7 +52,9 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "all_to_all_unsized",
     "broadcast",
+    "goes_unsized",
     "moves_parts",
     "overwrite",
     "reduce",
@@ -75,6 +86,7 @@ class _Operation:
     rooted: whether its first argument is src or dst.
     counts: how many of its arguments are counts by rank.
     adds: whether it adds up what the ranks hold.
+    only: the algorithm of an operation that has no choice.
     """
 
     name: str
@@ -83,6 +95,7 @@ class _Operation:
     rooted: bool = False
     counts: int = 0
     adds: bool = False
+    only: Algorithm | None = None
 
 
 _watcher: Callable[[Call, WireCall], AbstractContextManager[None]] | None = None
@@ -130,6 +143,29 @@ def all_to_all(  # noqa: PLR0917
     operation = _ALL_TO_ALL_EQUAL if equal else _ALL_TO_ALL
     args = (send, receive, equal, peers)
     return _dispatch(operation, call, x, args if parts is None else (*args, parts))
+
+
+def all_to_all_unsized(
+    call: Call, x: Tensor, sends: Sequence[Tensor], recvs: Sequence[Tensor]
+) -> None:
+    """``sends[r]``, flat and of bytes, to rank ``r``, which need not know its length.
+
+    It comes into the beginning of ``recvs[r]``; all of these have the longest length there can be.
+    Only where ``goes_unsized``. ``x`` is the memory of all that is sent.
+    """
+    _dispatch(_ALL_TO_ALL_UNSIZED, call, x, (sends, recvs))
+
+
+def goes_unsized(call: Call, x: Tensor) -> bool:
+    """Tell whether messages like ``x`` may be longer than what the receiver knows; alike on every rank.
+
+    In checked mode the ranks agree on sizes before a call. Between hosts, and among many ranks, a
+    root tells sizes in fewer steps.
+    """
+    if not 1 < call.size <= _MOST_UNSIZED or _watcher is not None or not x.is_cpu:
+        return False
+    topology = call.group.topology or find_topology(call)
+    return call.group.backend(x.device) is Backend.GLOO and len(topology.hosts) <= 1
 
 
 def moves_parts(call: Call, x: Tensor, length: float) -> bool:
@@ -207,7 +243,8 @@ def _run(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) ->
             raise _cannot_add(call, x.dtype)
         if group.topology is None:
             begun = observers.prepare(operation.name, call, x, find_topology)
-        choice = keep_choice(key, choose(_situation(operation, call, x, sizes)))
+        found = operation.only or choose(_situation(operation, call, x, sizes))
+        choice = keep_choice(key, found)
     if PROFILER[PROFILING] or LOGGER.level or begun is not None:
         return observers.run(choice, root, call, x, args, begun)
     recorder = STATE.recorder
@@ -291,5 +328,14 @@ _BROADCAST = _Operation("broadcast", _copy, rooted=True)
 _REDUCE = _Operation("reduce", _copy, rooted=True, adds=True)
 _ALL_TO_ALL = _Operation("all_to_all", _copy, _unknown, counts=2)
 _ALL_TO_ALL_EQUAL = _Operation("all_to_all", _copy, counts=2)
+_ALL_TO_ALL_UNSIZED = _Operation(
+    "all_to_all",
+    _copy,
+    lambda *_: (-1, -1, False),
+    only=Algorithm(
+        "unsized", pairwise.all_to_all_unsized, lambda _: True, costs.pairwise_all_to_all
+    ),
+)
+_MOST_UNSIZED = 8  # ranks
 _ALL_GATHER = _Operation("all_gather", _copy, _by_counts, counts=1)
 _REDUCE_SCATTER = _Operation("reduce_scatter", _copy, _by_counts, counts=1, adds=True)

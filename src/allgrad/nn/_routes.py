@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from allgrad._wire.primitives import Call
+    from allgrad.nn._first_message import Arrived
     from allgrad.nn._ranks import Place
 
 __all__ = ["Counts", "Route"]
@@ -46,14 +48,16 @@ class Route:
         place: Place,
     ) -> None:
         """``shape``: tokens and choices of each. ``kept``: what every rank sends to every expert."""
+        self.arrived: Arrived | None = (
+            None  # rows that came with the counts, for one use of the map
+        )
         self.slots, self.place, self.held = slots, place, tuple(held)
         self.tokens, self.choices = shape
-        ends = np.cumsum([0, *held])
-        first = int(ends[place.rank])
-        self.experts = range(first, first + self.held[place.rank])
-        self.sent, self.own = kept[place.rank], kept[:, first : self.experts.stop]
-        upto = np.concatenate([[0], self.sent.cumsum()])[ends]
-        self.send = tuple((upto[1:] - upto[:-1]).tolist())
+        ends = list(accumulate(held, initial=0))
+        self.experts = range(ends[place.rank], ends[place.rank + 1])
+        self.sent, self.own = kept[place.rank], kept[:, self.experts.start : self.experts.stop]
+        upto = list(accumulate(self.sent.tolist(), initial=0))
+        self.send = tuple([upto[b] - upto[a] for a, b in pairwise(ends)])
         self.receive = tuple(self.own.sum(1).tolist())
         self.counts = tuple(self.own.sum(0).tolist())
         self.mean_part = int(kept.sum()) / max(1, kept.size)
@@ -67,6 +71,9 @@ class Route:
         """Tokens <-> rows at the own experts, by expert and then by rank."""
 
         def there(xs: Sequence[Tensor]) -> list[Tensor]:
+            if self.arrived is not None:
+                arrived, self.arrived = self.arrived, None
+                return [arrived.by_expert(self.own)]
             return [self._exchange(call, self._to_slots(x)) for x in xs]
 
         def back(ys: Sequence[Tensor]) -> list[Tensor]:
