@@ -9,14 +9,11 @@ from allgrad.errors import InputError, PieceMismatch, TensorError
 from allgrad.losses import (
     KeyQueue,
     _relations,
-    maxsim_loss,
-    multiple_negatives_loss,
     reference,
     siglip_loss,
     sigmoid_supcon_loss,
     supcon_loss,
 )
-from counting import Counted
 from exactness import leaf, place
 from losses.kept_memory import largest_kept
 from losses.samples import COUNTS, check_loss, features, ids_of
@@ -153,30 +150,6 @@ def test_bad_input_raises_on_every_rank(rank, world):
         raises_everywhere(error, call, text, "rank 1: ", "<-")
     empty = partial(supcon_loss, q[:0], k[:0], 1.0, ids[:0], ids[:0])
     raises_everywhere(InputError, empty, "no rank has a query and a key")
-
-
-CALLS = {
-    # The arguments of all ranks; keys and ids; sums. Backward: gradients of keys, weights of the loss.
-    "supcon": (3, 1, lambda q, k, ids: supcon_loss(q, k, SCALE, ids, ids)),
-    "sigmoid": (3, 1, lambda q, k, ids: sigmoid_supcon_loss(q, k, SCALE, ids, ids)),
-    "negatives": (3, 1, lambda q, k, _: multiple_negatives_loss(q, k, SCALE)),
-    "both ways": (3, 1, lambda q, k, _: multiple_negatives_loss(q, k, SCALE, symmetric=True)),
-    "maxsim": (3, 1, lambda q, k, _: maxsim_loss(q[:, None], k[:, None], SCALE)),
-}
-
-
-@pytest.mark.ranks(3)
-def test_collective_calls_of_a_step(rank, world):
-    for kind in ("equal", "ragged"):
-        rows = COUNTS[kind][rank]
-        for name, (forward, backward, loss) in CALLS.items():
-            q, k = (leaf(features((rows,), seed + rank)[0]) for seed in (1, 4))
-            with Counted() as calls:
-                found = loss(q, k, torch.arange(rows))
-            assert len(calls) == forward, (name, kind, calls)
-            with Counted() as calls:
-                found.backward()
-            assert len(calls) == backward, (name, kind, calls)
 
 
 @pytest.mark.ranks(3)

@@ -2,7 +2,8 @@
 
 Each rank checks its own arguments, then sends what the others must know: whether it found a
 mistake, digests of what must be the same on every rank, and its counts. Only if something is wrong
-do the ranks exchange texts too, so that all of them raise the same error with the same table.
+do the ranks exchange texts too, so that all of them raise the same error with the same table. A call
+that is expected sends its row with the first gather instead (_expected_calls).
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from allgrad._wire.calls import resolve
+from allgrad._autograd.transforms import in_lockstep, is_plain_autograd
+from allgrad._wire.calls import are_described, resolve
 from allgrad._wire.codec import Reader, Writer, dtype_name
 from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError, rank_table
+from allgrad.losses._expected_calls import Changed, history_of, send_other_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from allgrad.losses._expected_calls import ExpectedCall
     from allgrad.types import GroupLike
 
-__all__ = ["Agreement", "CallSpec", "agree", "require"]
+__all__ = ["Agreement", "CallSpec", "agree", "agree_and", "require"]
 
 _ERRORS: tuple[type[InputError] | None, ...] = (
     *(None, InputError, TensorError),
@@ -48,6 +52,14 @@ class Agreement(NamedTuple):
 
     rank: int
     counts: tuple[tuple[int, ...], ...]  # by rank
+    call: ExpectedCall | None = None  # None for one rank alone
+    row: Tensor | None = None  # of this rank, to be sent with the first gather
+
+    def confirm(self, received: Tensor) -> None:
+        """Raise ``Changed`` unless the rows of all ranks, joined, are those that were expected."""
+        assert self.call is not None
+        if received.tolist() != self.call.words.tolist():
+            raise Changed
 
     def column(self, number: int) -> tuple[int, ...]:
         """One of the counts, by rank."""
@@ -83,13 +95,47 @@ def require(condition: object, error: type[InputError], rule: str, advice: str) 
         raise error(f"{rule}\n{advice}")
 
 
+def agree_and(
+    name: str,
+    arguments: Mapping[str, object],
+    check: Callable[[], CallSpec],
+    group: GroupLike,
+    compute: Callable[[Agreement], Tensor],
+) -> Tensor:
+    """``compute`` what the ranks agree on; again, if one of them turns out to call something else.
+
+    It gathers the row of the agreement, where there is one, and confirms it before anything else.
+    """
+    agreed = agree(name, arguments, check, group, expects=True)
+    history = history_of(resolve(name, group).group)
+    try:
+        found = compute(agreed)
+    except Changed:
+        return compute(agree(name, arguments, check, group, is_changed=True))
+    except InputError:
+        raise
+    except BaseException:
+        history.forget()
+        raise
+    if agreed.row is not None and agreed.call is not None:
+        history.came(agreed.call)
+    return found
+
+
 def agree(
-    name: str, arguments: Mapping[str, object], check: Callable[[], CallSpec], group: GroupLike
+    name: str,
+    arguments: Mapping[str, object],
+    check: Callable[[], CallSpec],
+    group: GroupLike,
+    *,
+    expects: bool = False,
+    is_changed: bool = False,
 ) -> Agreement:
     """Exchange the counts of all ranks; raise on every rank if one of them made a mistake.
 
     ``check`` raises an ``InputError`` of two lines, the rule and what to do, if this rank's
-    arguments are wrong. ``arguments`` are shown in error messages.
+    arguments are wrong. ``arguments`` are shown in error messages. Whoever ``expects`` may get counts
+    that are only expected (``agree_and``). After these turned out wrong, the call ``is_changed``.
     """
     call = resolve(name, group)
     problem: InputError | None = None
@@ -103,18 +149,35 @@ def agree(
         if problem is not None:
             raise type(problem)(f"{name}: {_with_row(problem, shown)}")
         return Agreement(0, (spec.counts,))
-    kind = None if problem is None else _known(type(problem))
-    own = _Row(_digest(name), kind, tuple(map(_digest, spec.same.values())), spec.counts)
     devices = (_device(x) for x in arguments.values())
     device = next((found for found in devices if found is not None), torch.device("cpu"))
+    kind = None if problem is None else _known(type(problem))
+    same = {**spec.same, "device": device.type}
+    own = _Row(_digest(name), kind, tuple(map(_digest, same.values())), spec.counts)
+    words = own.encode()
     device = call.group.message_device(device)  # the same kind on a rank that passed no tensor
-    row = torch.tensor([own.encode()], dtype=torch.int64, device=device)
-    words = all_gather(row, sizes="equal", group=group, grad="none").tolist()
-    rows = [_Row.decode(one, sender) for sender, one in enumerate(words)]
-    if any(row.error or row[:3] != rows[0][:3] for row in rows):
-        texts = _exchange_texts(f"{problem or chr(10)}\n{shown}", group, device)
-        raise _error(name, rows, texts, list(spec.same))
-    return Agreement(call.rank, tuple(row.counts for row in rows))
+    history = history_of(call.group)
+    # In checked mode the ranks compare each call: there are no two ways of making one.
+    is_plain = is_plain_autograd() and not in_lockstep() and not are_described()
+    expected = history.expected() if is_plain else None
+    try:
+        if expected is not None and expected.payload is not None and not is_changed:
+            row = torch.tensor(words, dtype=torch.int64)
+            if expects and words == expected.row(call.rank).tolist():
+                return Agreement(call.rank, expected.counts, expected, row)
+            send_other_row(row, expected.payload, call.rank, group)
+        row = torch.tensor([words], dtype=torch.int64, device=device)
+        received = all_gather(row, sizes="equal", group=group, grad="none").tolist()
+        rows = [_Row.decode(one, sender) for sender, one in enumerate(received)]
+        is_wrong = any(row.error or row[:3] != rows[0][:3] for row in rows)
+        texts = _exchange_texts(f"{problem or chr(10)}\n{shown}", group, device) if is_wrong else []
+    except BaseException:
+        history.forget()
+        raise
+    if is_wrong:
+        raise _error(name, rows, texts, list(same))
+    counts = tuple(row.counts for row in rows)
+    return Agreement(call.rank, counts, history.add(received, counts))
 
 
 def _error(

@@ -67,6 +67,7 @@ class GlobalMean:
     def step_by_step(self, message: Tensor, *own: Tensor) -> Tensor:
         """The mean, of which autograd sees every step."""
         received = all_gather(message, sizes=self.packing.sizes, group=self.group)
+        self.packing.confirm(received)
         return self._mean(self.packing.unpack(received), *own)
 
     def _mean(self, joined: list[Tensor], *own: Tensor) -> Tensor:
@@ -82,8 +83,9 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: GlobalMean, anchor: Tensor, message: Tensor, *own: Tensor) -> Tensor:  # noqa: ARG004
         ctx.how, ctx.call = how, wire.resolve(how.name, how.group)
-        call_order.register(ctx, ctx.call, message)
         received = all_gather(message, sizes=how.packing.sizes, group=how.group, grad="none")
+        how.packing.confirm(received)
+        call_order.register(ctx, ctx.call, message)
         inputs = [x.detach().requires_grad_() for x in (received, *own)]
         with torch.enable_grad():
             sums = how.sums(how.packing.unpack(inputs[0]), *inputs[1:])

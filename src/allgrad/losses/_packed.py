@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from allgrad.collectives.all_gather import all_gather
+from allgrad.losses._expected_calls import Payload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from allgrad.losses._agreement import Agreement
     from allgrad.types import GroupLike
 
 __all__ = ["Packing", "Part"]
@@ -40,14 +42,21 @@ class Packing:
     The first part must be floating-point; others are of its dtype, or whole numbers.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts, self.dtype = parts, parts[0].own.dtype
+    def __init__(self, parts: Sequence[Part], agreed: Agreement) -> None:
+        """A message of these parts, with this rank's row of the agreement if it has one."""
+        self.parts, self.dtype, self.agreed = parts, parts[0].own.dtype, agreed
         self.per_row = [self._elements_per_row(part.own) for part in parts]
         by_rank = zip(*(part.rows for part in parts), strict=True)
         self.counts = [
             [n * each for n, each in zip(rows, self.per_row, strict=True)] for rows in by_rank
         ]
         self.sizes = tuple(map(sum, self.counts))  # of each rank's message
+        if agreed.call is not None and agreed.call.payload is None:
+            agreed.call.payload = Payload(self.sizes, self.dtype, parts[0].own.device)
+        if agreed.row is not None:
+            last = self._elements_per_row(agreed.row[None])
+            self.counts = [[*counts, last] for counts in self.counts]
+            self.sizes = tuple(map(sum, self.counts))
 
     def _elements_per_row(self, x: Tensor) -> int:
         width = x.shape[1:].numel()
@@ -59,8 +68,15 @@ class Packing:
         if not any(map(len, flat)):
             # Torch cuts the graph of the gradient behind a cat of nothing, and this rank would not
             # take part in the second derivative (the kind "empty" of the tests).
-            return sum((x for x in flat[1:] if x.is_floating_point()), start=flat[0])
-        return torch.cat([x if x.is_floating_point() else x.view(self.dtype) for x in flat])
+            joined = sum((x for x in flat[1:] if x.is_floating_point()), start=flat[0])
+        else:
+            joined = torch.cat([x if x.is_floating_point() else x.view(self.dtype) for x in flat])
+        if self.agreed.row is None:
+            return joined
+        # As rows of a matrix, because of the same cut.
+        return torch.cat(
+            [joined[None], self.agreed.row.to(joined.device).view(self.dtype)[None]], 1
+        )[0]
 
     def gather_apart(self, group: GroupLike) -> list[Tensor]:
         """Each part of all ranks, a message for each: torch.func has no bytes of another dtype."""
@@ -73,6 +89,13 @@ class Packing:
             )
             for part in self.parts
         ]
+
+    def confirm(self, received: Tensor) -> None:
+        """Raise ``Changed`` if the rows of all ranks are not those that were expected."""
+        if self.agreed.row is not None:
+            pieces = received.detach().split(self.sizes)
+            rows = [piece[-counts[-1] :] for piece, counts in zip(pieces, self.counts, strict=True)]
+            self.agreed.confirm(torch.cat(rows).view(torch.int64))
 
     def unpack(self, received: Tensor) -> list[Tensor]:
         """Each part of all ranks, joined in rank order."""

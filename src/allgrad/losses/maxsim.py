@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from allgrad.errors import InputError, PieceMismatch, TensorError
-from allgrad.losses._agreement import CallSpec, agree, require
+from allgrad.losses._agreement import CallSpec, agree_and, require
 from allgrad.losses._each_row import MASKED, row_losses, terms_of, weighted_sums
 from allgrad.losses._feature_checks import check_number, check_reduction, number
 from allgrad.losses._global_mean import GlobalMean
@@ -19,6 +19,7 @@ from allgrad.losses._packed import Packing, Part
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from allgrad.losses._agreement import Agreement
     from allgrad.losses._arguments import GradReduction
     from allgrad.types import GroupLike
 
@@ -94,8 +95,9 @@ def maxsim_loss(
     the largest product share its gradient equally.
 
     Cost: the token scores of a chunk of queries and documents exist at a time, and are computed
-    again in backward. Forward sends the documents' tokens and lengths after one small message,
-    backward the gradients of the tokens; ``symmetric`` doubles what is sent, not the messages.
+    again in backward. Forward sends the documents' tokens and lengths, after one small message unless the
+    call is expected (``supcon_loss``), backward the gradients of the tokens; ``symmetric`` doubles what is
+    sent, not the messages.
     """
     arguments: dict[str, object] = {"query": query, "query_mask": query_mask}
     arguments |= {"document": document, "document_mask": document_mask, "scale": scale}
@@ -128,32 +130,36 @@ def maxsim_loss(
         }
         return CallSpec(same, (len(q.lengths), len(q.tokens), len(d.tokens)))
 
-    agreed = agree("maxsim_loss", arguments, check, group)
-    q, d = packed
-    pairs, query_tokens, document_tokens = (agreed.column(i) for i in range(3))
-    if not sum(pairs):
-        raise InputError("maxsim_loss: no rank has a pair.\nGive at least one rank a pair.")
-    first, (query_lengths, document_lengths) = sum(pairs[: agreed.rank]), (q.lengths, d.lengths)
+    def compute(agreed: Agreement) -> Tensor:
+        q, d = packed
+        pairs, query_tokens, document_tokens = (agreed.column(i) for i in range(3))
+        if not sum(pairs):
+            raise InputError("maxsim_loss: no rank has a pair.\nGive at least one rank a pair.")
+        first, (query_lengths, document_lengths) = sum(pairs[: agreed.rank]), (q.lengths, d.lengths)
 
-    def lengths_of(samples: _Samples) -> Tensor:
-        return torch.tensor(samples.lengths, dtype=torch.int64, device=samples.tokens.device)
+        def lengths_of(samples: _Samples) -> Tensor:
+            return torch.tensor(samples.lengths, dtype=torch.int64, device=samples.tokens.device)
 
-    parts = [Part(d.tokens, document_tokens), Part(lengths_of(d), pairs)]
-    if symmetric:
-        parts += [Part(q.tokens, query_tokens), Part(lengths_of(q), pairs)]
-
-    def sums(joined: list[Tensor], q: Tensor, d: Tensor, factor: Tensor) -> Tensor:
-        documents = _Samples(joined[0], joined[1].tolist())
-        queries = _Samples(q, query_lengths, first)
-        losses, counted = _direction(queries, documents, factor, queries_are_rows=True)
+        parts = [Part(d.tokens, document_tokens), Part(lengths_of(d), pairs)]
         if symmetric:
-            rows = _Samples(d, document_lengths, first)
-            columns = _Samples(joined[2], joined[3].tolist())
-            losses = (losses + _direction(rows, columns, factor, queries_are_rows=False)[0]) / 2
-        return weighted_sums(losses, counted, None)
+            parts += [Part(q.tokens, query_tokens), Part(lengths_of(q), pairs)]
 
-    mean = GlobalMean("maxsim_loss", agreed.rank, Packing(parts), sums, grad_reduction, group)
-    return mean(q.tokens, d.tokens, number(scale))
+        def sums(joined: list[Tensor], q: Tensor, d: Tensor, factor: Tensor) -> Tensor:
+            documents = _Samples(joined[0], joined[1].tolist())
+            queries = _Samples(q, query_lengths, first)
+            losses, counted = _direction(queries, documents, factor, queries_are_rows=True)
+            if symmetric:
+                rows = _Samples(d, document_lengths, first)
+                columns = _Samples(joined[2], joined[3].tolist())
+                losses = (losses + _direction(rows, columns, factor, queries_are_rows=False)[0]) / 2
+            return weighted_sums(losses, counted, None)
+
+        mean = GlobalMean(
+            "maxsim_loss", agreed.rank, Packing(parts, agreed), sums, grad_reduction, group
+        )
+        return mean(q.tokens, d.tokens, number(scale))
+
+    return agree_and("maxsim_loss", arguments, check, group, compute)
 
 
 def _direction(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from allgrad.errors import InputError, PieceMismatch
-from allgrad.losses._agreement import CallSpec, agree, require
+from allgrad.losses._agreement import CallSpec, agree_and, require
 from allgrad.losses._each_row import weighted_sums
 from allgrad.losses._feature_checks import (
     check_features,
@@ -23,6 +23,7 @@ from allgrad.losses._packed import Packing, Part
 from allgrad.losses._relations import Keys, Queries, Relation, score_rows
 
 if TYPE_CHECKING:
+    from allgrad.losses._agreement import Agreement
     from allgrad.losses._arguments import GradReduction
     from allgrad.losses.key_queue import KeyQueue
     from allgrad.types import GroupLike
@@ -91,51 +92,53 @@ def multiple_negatives_loss(
         }
         return CallSpec(same, (len(query), hard))
 
-    agreed = agree("multiple_negatives_loss", {**features, **own_ids, "scale": scale}, check, group)
-    pairs = agreed.column(0)
-    if not sum(pairs):
-        raise InputError(
-            "multiple_negatives_loss: no rank has a pair.\nGive at least one rank a pair."
-        )
-    relation = Relation(by_ids=False, margin=margin)
-    keys = tuple(a + b for a, b in agreed.counts)
-    candidates = key if hard_negatives is None else torch.cat([key, hard_negatives])
-    parts = [Part(candidates, keys)]
-    if ids is not None:
-        its = [ids] if hard_negative_ids is None else [ids, hard_negative_ids]
-        parts.append(Part(torch.cat(its).long(), keys))
-    if symmetric:
-        parts.append(Part(query, pairs))
+    def compute(agreed: Agreement) -> Tensor:
+        pairs = agreed.column(0)
+        if not sum(pairs):
+            raise InputError(
+                "multiple_negatives_loss: no rank has a pair.\nGive at least one rank a pair."
+            )
+        relation = Relation(by_ids=False, margin=margin)
+        keys = tuple(a + b for a, b in agreed.counts)
+        candidates = key if hard_negatives is None else torch.cat([key, hard_negatives])
+        parts = [Part(candidates, keys)]
         if ids is not None:
-            parts.append(Part(ids.long(), pairs))
-
-    def direction(
-        rows: Tensor, joined: list[Tensor], sizes: tuple[int, ...], factor: Tensor, old: bool
-    ) -> tuple[Tensor, Tensor]:
-        """The loss of each row, whose own column is its rank's first candidate and so on."""
-        columns, *column_ids = joined
-        first = sum(sizes[: agreed.rank])
-        own = torch.arange(first, first + len(rows), device=rows.device)
-        blocks = [Keys(columns, column_ids[0] if column_ids else None, 0)]
-        if queue is not None and old:
-            earlier = queue.features.to(rows)
-            blocks.append(Keys(earlier, queue.ids, sum(sizes), filled=queue.filled))
-        queries = Queries(rows, None if ids is None else ids.long(), own)
-        return score_rows("softmax", relation, queries, blocks, factor)
-
-    def sums(
-        joined: list[Tensor], query: Tensor, key: Tensor, factor: Tensor, *weights: Tensor
-    ) -> Tensor:
-        each = len(joined) // 2 if symmetric else len(joined)
-        losses, counted = direction(query, joined[:each], keys, factor, old=True)
+            its = [ids] if hard_negative_ids is None else [ids, hard_negative_ids]
+            parts.append(Part(torch.cat(its).long(), keys))
         if symmetric:
-            back, _ = direction(key, joined[each:], pairs, factor, old=False)
-            losses = (losses + back) / 2
-        return weighted_sums(losses, counted, weights[0] if weights else None)
+            parts.append(Part(query, pairs))
+            if ids is not None:
+                parts.append(Part(ids.long(), pairs))
+
+        def direction(
+            rows: Tensor, joined: list[Tensor], sizes: tuple[int, ...], factor: Tensor, old: bool
+        ) -> tuple[Tensor, Tensor]:
+            """The loss of each row, whose own column is its rank's first candidate and so on."""
+            columns, *column_ids = joined
+            first = sum(sizes[: agreed.rank])
+            own = torch.arange(first, first + len(rows), device=rows.device)
+            blocks = [Keys(columns, column_ids[0] if column_ids else None, 0)]
+            if queue is not None and old:
+                earlier = queue.features.to(rows)
+                blocks.append(Keys(earlier, queue.ids, sum(sizes), filled=queue.filled))
+            queries = Queries(rows, None if ids is None else ids.long(), own)
+            return score_rows("softmax", relation, queries, blocks, factor)
+
+        def sums(
+            joined: list[Tensor], query: Tensor, key: Tensor, factor: Tensor, *weights: Tensor
+        ) -> Tensor:
+            each = len(joined) // 2 if symmetric else len(joined)
+            losses, counted = direction(query, joined[:each], keys, factor, old=True)
+            if symmetric:
+                back, _ = direction(key, joined[each:], pairs, factor, old=False)
+                losses = (losses + back) / 2
+            return weighted_sums(losses, counted, weights[0] if weights else None)
+
+        mean = GlobalMean(name, agreed.rank, Packing(parts, agreed), sums, grad_reduction, group)
+        return mean(query, key, number(scale), *(() if weights is None else (weights,)))
 
     name = "multiple_negatives_loss"
-    mean = GlobalMean(name, agreed.rank, Packing(parts), sums, grad_reduction, group)
-    return mean(query, key, number(scale), *(() if weights is None else (weights,)))
+    return agree_and(name, {**features, **own_ids, "scale": scale}, check, group, compute)
 
 
 def _check_both_sides(

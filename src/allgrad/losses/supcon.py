@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from allgrad.errors import InputError, PieceMismatch
-from allgrad.losses._agreement import CallSpec, agree, require
+from allgrad.losses._agreement import CallSpec, agree_and, require
 from allgrad.losses._each_row import weighted_sums
 from allgrad.losses._feature_checks import (
     check_features,
@@ -24,6 +24,7 @@ from allgrad.losses._relations import Keys, Queries, Relation, score_rows
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from allgrad.losses._agreement import Agreement
     from allgrad.losses._arguments import GradReduction
     from allgrad.losses._each_row import Activation
     from allgrad.losses.key_queue import KeyQueue
@@ -68,8 +69,9 @@ def supcon_loss(
     (``grad_reduction="mean"``: DDP, FSDP) or summed (``"sum"``), of any order. A margin's choice of
     negatives has no derivative.
 
-    Cost: one small message, one gather of keys with ids, one sum of two numbers; backward one message. Scores
-    exist in chunks, computed in forward and again in backward; a margin computes them once more.
+    Cost: one gather of keys with ids, one sum of two numbers; backward one message; one small message more
+    unless the call is expected, as in a loop over equal batches. Scores exist in chunks, computed in
+    forward and again in backward; a margin computes them once more.
     """
     return _several_positives(
         "supcon_loss",
@@ -167,7 +169,8 @@ def _several_positives(  # noqa: PLR0917
                 "the queue holds no ids.",
                 "Make it with KeyQueue(..., ids=True).",
             )
-        given = [x is None for x in (query_weights, key_weights, queue)]
+        sent = None if key_weights is None else key_weights.dtype
+        given = query_weights is None, queue is None, sent
         same = {
             "width": query.shape[1],
             "dtype": query.dtype,
@@ -175,31 +178,35 @@ def _several_positives(  # noqa: PLR0917
         }
         return CallSpec(same, (len(query), len(key)))
 
-    agreed = agree(name, {**features, **ids, **weights, **numbers}, check, group)
-    sizes = agreed.column(1)
-    if not sum(agreed.column(0)) or not sum(sizes):
-        raise InputError(f"{name}: no rank has a query and a key.\nGive at least one rank both.")
-    common = key.dtype
-    if key_weights is not None:  # in one message, in a dtype that holds both
-        common = torch.promote_types(key.dtype, key_weights.dtype)
-    parts = [Part(key.to(common), sizes), Part(key_ids.long(), sizes)]
-    if key_weights is not None:
-        parts.append(Part(key_weights.to(common), sizes))
-    first = sum(sizes[: agreed.rank])
-    own = torch.arange(first, first + len(query), device=query.device)
+    def compute(agreed: Agreement) -> Tensor:
+        sizes = agreed.column(1)
+        if not sum(agreed.column(0)) or not sum(sizes):
+            raise InputError(
+                f"{name}: no rank has a query and a key.\nGive at least one rank both."
+            )
+        common = key.dtype
+        if key_weights is not None:  # in one message, in a dtype that holds both
+            common = torch.promote_types(key.dtype, key_weights.dtype)
+        parts = [Part(key.to(common), sizes), Part(key_ids.long(), sizes)]
+        if key_weights is not None:
+            parts.append(Part(key_weights.to(common), sizes))
+        first = sum(sizes[: agreed.rank])
+        own = torch.arange(first, first + len(query), device=query.device)
 
-    def sums(joined: list[Tensor], query: Tensor, *others: Tensor) -> Tensor:
-        keys, ids, *weights = joined
-        rows = Queries(query, query_ids.long(), own if relation.exclude_self else None)
-        columns = [Keys(keys.to(key.dtype), ids, 0, weights[0] if weights else None)]
-        if queue is not None:
-            old = queue.features.to(query)
-            columns.append(Keys(old, queue.ids, sum(sizes), filled=queue.filled))
-        scalars, its_weights = others[: len(numbers)], others[len(numbers) :]
-        losses, has_positive = score_rows(kind, relation, rows, columns, *scalars)
-        counted = has_positive if kind == "softmax" else torch.ones_like(has_positive)
-        return weighted_sums(losses, counted, its_weights[0] if its_weights else None)
+        def sums(joined: list[Tensor], query: Tensor, *others: Tensor) -> Tensor:
+            keys, ids, *weights = joined
+            rows = Queries(query, query_ids.long(), own if relation.exclude_self else None)
+            columns = [Keys(keys.to(key.dtype), ids, 0, weights[0] if weights else None)]
+            if queue is not None:
+                old = queue.features.to(query)
+                columns.append(Keys(old, queue.ids, sum(sizes), filled=queue.filled))
+            scalars, its_weights = others[: len(numbers)], others[len(numbers) :]
+            losses, has_positive = score_rows(kind, relation, rows, columns, *scalars)
+            counted = has_positive if kind == "softmax" else torch.ones_like(has_positive)
+            return weighted_sums(losses, counted, its_weights[0] if its_weights else None)
 
-    mean = GlobalMean(name, agreed.rank, Packing(parts), sums, grad_reduction, group)
-    more = () if query_weights is None else (query_weights,)
-    return mean(query, *map(number, numbers.values()), *more)
+        mean = GlobalMean(name, agreed.rank, Packing(parts, agreed), sums, grad_reduction, group)
+        more = () if query_weights is None else (query_weights,)
+        return mean(query, *map(number, numbers.values()), *more)
+
+    return agree_and(name, {**features, **ids, **weights, **numbers}, check, group, compute)
