@@ -22,6 +22,7 @@ CALLS = {
     "reduce": lambda odd: ag.reduce(torch.ones(3 + odd), dst=2),
     "broadcast": lambda odd: ag.broadcast(torch.ones(4 - odd), src=2),
     "reduce_scatter": lambda odd: ag.reduce_scatter(torch.ones(6 * (1 + odd)), sizes="equal"),
+    "keys": lambda odd: ag.broadcast({"ab"[odd]: torch.ones(3), "c": [torch.ones(2)]}, src=2),
 }
 # Of two ranks, each of which trusts its own sizes.
 SIZES = {
@@ -33,7 +34,18 @@ SIZES = {
     "all_to_all, nothing": lambda odd: exchange(2 - 2 * odd),
     "shift": lambda odd: ag.shift(torch.ones(2), sizes=(2 - odd, 2)),
     "gather": lambda odd: ag.gather(torch.ones(2 + odd), sizes=(2, 2 + odd)),
+    "keys, one rank compiled": lambda odd: compiled_if(odd)({"ab"[odd]: torch.ones(3)}),
+    "keys in backward": lambda odd: keys_in_backward({"ab"[odd]: torch.ones(3).requires_grad_()}),
 }
+
+
+def compiled_if(wanted):
+    reduce = lambda nest: ag.all_reduce(nest)  # noqa: E731, PLW0108
+    return torch.compile(reduce, backend="aot_eager", fullgraph=True) if wanted else reduce
+
+
+def keys_in_backward(nest):
+    sum(y.sum() for y in ag.share(nest).values()).backward()
 
 
 def exchange(coming):

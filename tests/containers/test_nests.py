@@ -158,6 +158,19 @@ def test_frame_names_each_tensor_as_a_reader_would_reach_it() -> None:
     assert frame.names("batch")[0] == "batch['a'][1]"
 
 
+def test_frame_tells_keys_alike_on_every_rank() -> None:
+    def keys(nest: object) -> str:
+        return split_tensors(nest)[1].keys()
+
+    x = torch.ones(2)
+    assert keys({"b": x, "a": [3, x]}) == keys({"a": [4, x], "b": x}) == "['a'][1], ['b']"
+    assert keys({"a": x, "b": 3}) != keys({"a": 3, "b": x})
+    assert keys({1: x}) == keys({1.0: x}) == keys({True: x}) == "[1]"
+    assert keys({-1: x}) != keys({-2: x})
+    assert keys({object(): x}) == keys({object(): x}) == "[object]"  # has an address in its repr
+    assert keys(x) == ""
+
+
 def test_frame_lets_the_tensors_go() -> None:
     nest = {"a": [a_tensor()], "b": Link(a_tensor())}
     watched = [weakref.ref(tensor) for tensor in tensors(nest)]

@@ -42,13 +42,13 @@ __all__ = ["RULES_VERSION", "exchange", "run", "run_in_lockstep", "run_plain"]
 
 # torch keeps compiled graphs on disk and finds them by the names of their ops. Raise this number
 # when a schema, a derivative or a batching rule changes.
-RULES_VERSION = 1
+RULES_VERSION = 2
 _NAMESPACE = f"allgrad_{RULES_VERSION}"
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 _OPS = getattr(torch.ops, _NAMESPACE)
 _TORCH = graph_internals()
 
-_CALL = "str group, str call, str details, str site, bool first"
+_CALL = "str group, str call, str nest, str details, str site, bool first"
 _PAIR = (
     f"str maker, bool flipped, int[] numbers, int[] dims, SymInt[] sizes, SymInt[] lengths, {_CALL}"
 )
@@ -116,13 +116,13 @@ def _described(pair: AdjointPair) -> tuple[Any, ...]:
     return made.maker, made.flipped, numbers, dims, sizes, lengths, *_described_call(made.call)
 
 
-def _described_call(call: Call) -> tuple[str, str, str, str, bool]:
+def _described_call(call: Call) -> tuple[str, str, str, str, str, bool]:
     """What a node keeps of a call, and whether it is the first node of it."""
     name = call.group.name
     first = call.traced == []
     if first:
         call.traced.append(name)
-    return name, call.name, call.details, call.site, first
+    return name, call.name, call.nest, call.details, call.site, first
 
 
 def _run(  # noqa: PLR0917

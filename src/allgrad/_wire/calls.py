@@ -58,6 +58,7 @@ class Call(NamedTuple):
     site: str = ""
     serial: int = 0
     traced: Any = None  # in a graph: a list, empty until the first node of the call is made
+    nest: str = ""  # the keys of a nest's tensors: of one call on every rank, if they are equal
 
 
 _describing = _locating = 0
@@ -122,7 +123,7 @@ def resolve(name: str, group: GroupLike, details: Callable[[], str] | None = Non
 
 
 def of_graph(  # noqa: PLR0917
-    xs: Sequence[Tensor], group: str, name: str, details: str, site: str, first: bool
+    xs: Sequence[Tensor], group: str, name: str, nest: str, details: str, site: str, first: bool
 ) -> Call:
     """The call of a node in a graph that runs on ``xs``; their shapes belong to the details.
 
@@ -130,7 +131,7 @@ def of_graph(  # noqa: PLR0917
     """
     found = find_group(name, process_group_named(group)) if group else find_group(name, None)
     if not _describing:
-        return Call(found, found.rank, found.size, name, "", site)
+        return Call(found, found.rank, found.size, name, "", site, nest=nest)
     for free_dim in _SHAPES_OF_GRAPH.findall(details):
         if free_dim == _FLAT:
             shapes = UNKNOWN_SHAPES
@@ -141,7 +142,7 @@ def of_graph(  # noqa: PLR0917
         details = details.replace(shapes_of_graph(free_dim), shapes)
     if first:
         _serials[found] = _serials.get(found, 0) + 1
-    return Call(found, found.rank, found.size, name, details, site)
+    return Call(found, found.rank, found.size, name, details, site, nest=nest)
 
 
 _STACKED, _FLAT = "stacked", "flat"

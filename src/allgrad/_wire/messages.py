@@ -9,6 +9,7 @@ import torch
 
 from allgrad._wire import deadline, diagnosis, watchdog
 from allgrad._wire.codec import DTYPES
+from allgrad._wire.wait_spec import nest_code
 from allgrad.errors import RankRaised
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def start(
     have its number: those of another never meet them, and empty ones are sent as one byte.
     """
     process_group = call.group.process_group
-    about = _OPERATIONS[call.group.doing[0]], number
+    about = _OPERATIONS[call.group.doing[0]], number, nest_code(call.nest) if call.nest else 0
     receiving: list[Any] = []
     sending: list[Any] = []
     try:
@@ -132,8 +133,8 @@ def wait(call: Call, alike: Alike | None, works: Sequence[Any]) -> None:
         raise diagnosis.explain(call, error, waited, deadline.STATE.seconds, alike) from error
 
 
-def _tag(x: Tensor, call: tuple[int, int]) -> int:
-    """Messages of other calls, shapes or dtypes never meet, where Gloo would end the process, or add
+def _tag(x: Tensor, call: tuple[object, ...]) -> int:
+    """Messages of other calls, keys, shapes or dtypes never meet, where Gloo would end the process, or add
     up bytes (test_unequal_tensors_never_meet). A number and a vector of one element are alike.
     """
     shape = x.shape

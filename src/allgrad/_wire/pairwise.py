@@ -81,7 +81,7 @@ def all_to_all(  # noqa: PLR0917
         return out
     out = x.new_empty((sum(receive), *x.shape[1:]))
     # A rank whose own counts are met goes on. It still tells those who wait what it sent.
-    group.exchanged = group.calls, call.name, x.dtype, x.shape[1:], send, receive
+    group.exchanged = group.calls, call.name, call.nest, x.dtype, x.shape[1:], send, receive
     if parts is not None:
         _exchange_parts(call, (x, send, receive), out, parts, post)
         return out

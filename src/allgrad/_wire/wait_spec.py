@@ -2,12 +2,15 @@
 
 all_reduce of (3,) float32                                       the same on every rank
 all_gather of (5, 8) float32 in pieces of 2, 3                   the same on every rank
+all_reduce of (6,) float32 for ['a'], ['b'][0]                   with the keys of a nest
 all_to_all of (*, 8) float32 sending 2, 3 receiving 2, 1         one sends what the other receives
 """
 
 from __future__ import annotations
 
 import re
+import zlib
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 from torch import Tensor
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
     from allgrad._wire.calls import Call
 
-__all__ = ["Alike", "all_fit", "describe", "describe_exchange"]
+__all__ = ["Alike", "all_fit", "describe", "describe_exchange", "nest_code"]
 
 # A tensor that is alike on every rank, if all is well; with counts by rank that are so too; or with
 # what this rank sends to each and receives from each.
@@ -40,22 +43,28 @@ def describe(call: Call, alike: Alike | None) -> str:
     if alike is None:
         return head
     if isinstance(alike, Tensor):
-        return f"{head} of {describe_shapes([alike])}"
+        return f"{head} of {describe_shapes([alike])}{_keys(call.nest)}"
     x, *counts = alike
     if len(counts) == 1:
-        return f"{head} of {describe_shapes([x])} in pieces of {_numbers(counts[0])}"
-    return describe_exchange(call.name, x.dtype, x.shape[1:], *counts)
+        pieces = f" in pieces of {_numbers(counts[0])}"
+        return f"{head} of {describe_shapes([x])}{_keys(call.nest)}{pieces}"
+    return describe_exchange(call.name, call.nest, x.dtype, x.shape[1:], *counts)
 
 
-def describe_exchange(
-    name: str, dtype: torch.dtype, row: Sequence[int], send: Sequence[int], receive: Sequence[int]
+def describe_exchange(  # noqa: PLR0917
+    name: str,
+    nest: str,
+    dtype: torch.dtype,
+    row: Sequence[int],
+    send: Sequence[int],
+    receive: Sequence[int],
 ) -> str:
     """The same for an exchange of rows."""
     does = "" if name == "all_to_all" else " (all_to_all)"
     blocks = (
         f"{name}{does} of ({', '.join(['*', *map(str, row)])}) {str(dtype).removeprefix('torch.')}"
     )
-    return f"{blocks} sending {_numbers(send)} receiving {_numbers(receive)}"
+    return f"{blocks}{_keys(nest)} sending {_numbers(send)} receiving {_numbers(receive)}"
 
 
 def all_fit(brought: Mapping[int, str]) -> bool:
@@ -71,6 +80,21 @@ def all_fit(brought: Mapping[int, str]) -> bool:
         for peer, n in enumerate(sends)
         if peer in found
     )
+
+
+@lru_cache(maxsize=1024)
+def nest_code(nest: str) -> int:
+    """A number for the keys of a nest, the same in every process."""
+    return zlib.crc32(nest.encode(errors="backslashreplace"))
+
+
+_SHOWN = 100  # characters of a nest's keys
+
+
+def _keys(nest: str) -> str:
+    if not nest:
+        return ""
+    return f" for {nest if len(nest) <= _SHOWN else f'{nest[:_SHOWN]}... ({nest_code(nest):08x})'}"
 
 
 def _parsed(text: str) -> tuple[str, list[str], list[str]]:

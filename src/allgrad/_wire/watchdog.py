@@ -95,7 +95,9 @@ def _compare(waiting: tuple[Call, Alike | None, float]) -> None:
             advice = "Make the same calls, in one order, on every rank; checked() names the lines."
         else:
             rule = f"{call.name}: the ranks bring different tensors to one call."
-            advice = "Give every rank the same shape, dtype and sizes; checked() names the line."
+            advice = (
+                "Give every rank the same keys, shapes, dtypes and sizes; checked() names the line."
+            )
         _end(call, CollectiveMismatch(rank_table(rule, table, odd, advice)))
 
 

@@ -15,6 +15,7 @@ from allgrad.collectives._inputs import (
     check_grad,
     describe,
     has_only_shapes,
+    named,
     take_leaves,
 )
 from allgrad.collectives._pair_cache import hashable, recall
@@ -111,6 +112,7 @@ def _checked_all_gather(  # noqa: PLR0917
     )
     stop = check_grad("all_gather", grad, same=True)
     leaves, partition = held_pieces(call, x, dim, sizes)
+    call = named(call, leaves)
     make_pair = same_pair if grad == "same" else gather_pair
     return leaves.run_parts(
         partition, lambda part: make_pair(call, part), stop=stop, async_op=async_op, key=key
@@ -182,6 +184,7 @@ def reduce_scatter(
     leaves, partition, found = check_for_all(call, "reduce_scatter", x, check, exchanged=compared)
     if compared and not has_only_shapes(leaves):
         compare_shapes(call, "reduce_scatter", leaves, partition.dims)
+    call = named(call, leaves)
     if any(not reduction.linear for reduction in found):
         return leaves.call_each(
             lambda numbers, xs: reduce_pieces(
@@ -265,6 +268,7 @@ def split(
     stop = check_grad("split", grad)
     leaves, dims = take_leaves("split", x).along("split", dim)
     partition = partition_for(call, leaves, dims, sizes)
+    call = named(call, leaves)
     return leaves.run_parts(
         partition,
         lambda part: same_pair(call, part).adjoint,

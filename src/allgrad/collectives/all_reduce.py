@@ -11,7 +11,7 @@ from allgrad._core import reductions
 from allgrad._core.partition import Partition, even, pack, unpack_like
 from allgrad._wire import primitives as wire
 from allgrad._wire.calls import of_flat, of_stacked
-from allgrad.collectives._inputs import check_grad, describe, take_leaves
+from allgrad.collectives._inputs import check_grad, describe, named, take_leaves
 from allgrad.collectives._pair_cache import recall
 from allgrad.collectives.all_gather import gather_pair, reduce_pieces, same_pair
 
@@ -91,6 +91,7 @@ def _checked_all_reduce(  # noqa: PLR0917
     call = wire.resolve("all_reduce", group, lambda: describe(x, given=f"op={op}, grad={grad}"))
     stop = check_grad("all_reduce", grad, same=True)
     leaves = take_leaves("all_reduce", x)
+    call = named(call, leaves)
     found = [reductions.find("all_reduce", op, t.dtype) for t in leaves.tensors]
     if any(not reduction.linear for reduction in found):
         return leaves.call_each(
@@ -160,8 +161,9 @@ def share(
     """
     call = wire.resolve("share", group, lambda: describe(x))
     stop = check_grad("share", grad)
-    pair = _same_pair(call, 1).adjoint
-    return take_leaves("share", x).run(lambda _: pair, stop=stop, async_op=async_op)
+    leaves = take_leaves("share", x)
+    pair = _same_pair(named(call, leaves), 1).adjoint
+    return leaves.run(lambda _: pair, stop=stop, async_op=async_op)
 
 
 @makes_pair("all_reduce")

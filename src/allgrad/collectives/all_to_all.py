@@ -15,6 +15,7 @@ from allgrad.collectives._inputs import (
     check_for_all,
     check_grad,
     describe,
+    named,
     take_leaves,
 )
 from allgrad.collectives._pair_cache import hashable, recall
@@ -162,6 +163,7 @@ def _checked_all_to_all(  # noqa: PLR0917
     if received is None:
         received = Partition(send.dims, arriving_sizes(call, leaves, send))
     receive = received
+    call = named(call, leaves)
     result = leaves.run(
         lambda numbers: exchange_pair(call, send.select(numbers), receive.select(numbers), equal),
         stop=stop,

@@ -12,7 +12,7 @@ from allgrad._core import reductions
 from allgrad._core.partition import Partition, pack, unpack_like
 from allgrad._wire import primitives as wire
 from allgrad._wire.calls import of_stacked
-from allgrad.collectives._inputs import check_grad, check_rank, describe, take_leaves
+from allgrad.collectives._inputs import check_grad, check_rank, describe, named, take_leaves
 from allgrad.collectives._pair_cache import recall
 from allgrad.collectives.gather import gather_pair
 
@@ -79,8 +79,8 @@ def broadcast(
     call = wire.resolve("broadcast", group, lambda: describe(x, given=f"src={src}, grad={grad}"))
     stop = check_grad("broadcast", grad, same=True)
     root = check_rank("broadcast", call, "src", src)
-    pair = (_same_pair if grad == "same" else _sum_pair)(call, root)
     leaves = take_leaves("broadcast", x)
+    pair = (_same_pair if grad == "same" else _sum_pair)(named(call, leaves), root)
     return leaves.run(lambda _: pair, stop=stop, async_op=async_op, key=key)
 
 
@@ -138,6 +138,7 @@ def reduce(
     stop = check_grad("reduce", grad)
     root = check_rank("reduce", call, "dst", dst)
     leaves = take_leaves("reduce", x)
+    call = named(call, leaves)
     found = [reductions.find("reduce", op, t.dtype) for t in leaves.tensors]
     if any(not reduction.linear for reduction in found):
         return leaves.call_each(

@@ -17,6 +17,7 @@ from allgrad.collectives._inputs import (
     check_rank,
     describe,
     has_only_shapes,
+    named,
     take_leaves,
 )
 from allgrad.collectives._size_exchange import amounts_of_src, held_pieces, told_by_src
@@ -88,6 +89,7 @@ def gather(
     stop = check_grad("gather", grad)
     root = check_rank("gather", call, "dst", dst)
     leaves, partition = held_pieces(call, x, dim, sizes)
+    call = named(call, leaves)
     return leaves.run_parts(
         partition,
         lambda part: gather_pair(call, part, root),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
 from allgrad._core.partition import Partition, unpack
 from allgrad._wire import primitives as wire
-from allgrad.collectives._inputs import check_grad, check_rank, describe
+from allgrad.collectives._inputs import check_grad, check_rank, describe, named
 from allgrad.collectives._size_exchange import held_pieces
 from allgrad.errors import GroupError, InputError
 
@@ -79,6 +79,7 @@ def permute(
     stop = check_grad("permute", grad)
     to = _destinations("permute", call, pairs)
     leaves, partition = held_pieces(call, x, dim, sizes)
+    call = named(call, leaves)
     return leaves.run_parts(
         partition,
         lambda part: permute_pair(call, part, *to),
@@ -148,6 +149,7 @@ def shift(
         for rank in range(call.size)
     ]
     leaves, partition = held_pieces(call, x, dim, sizes, "permute")
+    call = named(call, leaves)
     return leaves.run_parts(
         partition,
         lambda part: permute_pair(call, part, *to),

@@ -12,7 +12,7 @@ from allgrad._core import reductions
 from allgrad._core.partition import Partition, pack_flat, unpack_like
 from allgrad._wire import primitives as wire
 from allgrad._wire.calls import of_stacked
-from allgrad.collectives._inputs import check_grad, describe, take_leaves
+from allgrad.collectives._inputs import check_grad, describe, named, take_leaves
 from allgrad.collectives.all_gather import gather_pair
 from allgrad.errors import ReductionError
 
@@ -80,6 +80,7 @@ def scan(
     call = wire.resolve("scan", group, lambda: describe(x, given=f"op={op}, exclusive={exclusive}"))
     stop = check_grad("scan", grad)
     leaves = take_leaves("scan", x)
+    call = named(call, leaves)
     found = [reductions.find("scan", op, t.dtype) for t in leaves.tensors]
     if exclusive and any(reduction.empty is None for reduction in found):
         raise ReductionError(

@@ -37,7 +37,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _WRAPPERS = (collections.UserDict, collections.UserList)
 # Subclasses of containers that are values nevertheless.
 _VALUES = (Tensor, torch.nn.Module, enum.Enum, torch.Size)
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_ATOMS = frozenset({Tensor, type(None), bool, int, float, complex, str, bytes})
 
 _registering = threading.Lock()
 _registered: set[type] = set()

@@ -10,6 +10,7 @@ insertion order. A rebuilt dict keeps the insertion order of the original.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import optree
@@ -86,8 +87,14 @@ class Frame:
     def __init__(self, leaves: list[Any], structure: Structure) -> None:
         """The frame of a flattened nest; it keeps no reference to the tensors among ``leaves``."""
         self.structure = structure
-        self._positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._positions = tuple([i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)])
+        self._leaves: list[Any] | None = None  # where all are tensors
+        if len(self._positions) != len(leaves):
+            self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def __len__(self) -> int:
+        """How many tensors the nest has."""
+        return len(self._positions)
 
     def __call__(self, tensors: Sequence[object]) -> Any:
         """The nest around ``tensors``, given in the order of :func:`split_tensors`."""
@@ -96,6 +103,8 @@ class Frame:
                 f"Tensors in this nest: {len(self._positions)}; given: {len(tensors)}.\n"
                 f"  {self.structure}"
             )
+        if self._leaves is None:
+            return self.structure.unflatten(tensors)
         leaves = self._leaves.copy()
         for position, tensor in zip(self._positions, tensors, strict=True):
             leaves[position] = tensor
@@ -108,6 +117,21 @@ class Frame:
         """
         accessors = self.structure.accessors()
         return [str(accessors[position].codify(nest)) for position in self._positions]
+
+    def keys(self) -> str:
+        """The keys that lead to each tensor, as one text: ``"['a'][0], ['b']['mask']"``.
+
+        Made once for each structure, while no compiler traces. Of a key that is neither a text nor
+        a number only the type is named: its repr may differ between ranks.
+        """
+        if is_dynamo_compiling():
+            return _joined_keys(self.structure.paths(), self._positions)
+        if self.structure.namespace:  # it holds on to objects of the caller
+            return _known_paths(tuple(self.structure.paths()), self._positions)
+        try:
+            return _known_structure(self.structure, self._positions)
+        except TypeError:  # a type of the caller's with parts that cannot be hashed
+            return _joined_keys(self.structure.paths(), self._positions)
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -124,13 +148,39 @@ class Frame:
         return f"Frame({len(self._positions)} tensors in {self.structure})"
 
 
+@lru_cache(maxsize=256)
+def _known_structure(structure: Structure, positions: tuple[int, ...]) -> str:
+    return _joined_keys(structure.paths(), positions)
+
+
+@lru_cache(maxsize=256)
+def _known_paths(paths: tuple[tuple[object, ...], ...], positions: tuple[int, ...]) -> str:
+    return _joined_keys(paths, positions)
+
+
+def _joined_keys(paths: Sequence[tuple[object, ...]], positions: Sequence[int]) -> str:
+    return ", ".join(["".join([f"[{_key(key)}]" for key in paths[at]]) for at in positions])
+
+
+def _key(key: object) -> str:
+    """Equal keys have one text: a cache by equality must give the same on every rank."""
+    if isinstance(key, str):
+        return repr(str.__str__(key))
+    if isinstance(key, int) or (isinstance(key, float) and key.is_integer()):
+        return str(int(key))
+    return type(key).__qualname__
+
+
 def split_tensors(nest: object) -> tuple[list[Tensor], Frame]:
     """Split a nest into its tensors, in order, and the frame around them.
 
     {"b": x, "a": [y, 3]}   --->   [y, x]   and   {"b": _, "a": [_, 3]}
     """
     leaves, structure = flatten(nest)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], Frame(leaves, structure)
+    frame = Frame(leaves, structure)
+    if len(frame) == len(leaves):
+        return leaves, frame
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], frame
 
 
 def map_tensors(fn: Callable[[Tensor], object], nest: _Nest) -> _Nest:
