@@ -10,6 +10,7 @@ from allgrad._wire import recorder as recorders
 from allgrad._wire.algorithms import Algorithm, Choice
 from allgrad._wire.calls import Call
 from allgrad._wire.recorder import Recorder
+from allgrad.report.findings import find
 from allgrad.report.load import load
 
 GIB = 1 << 30
@@ -119,3 +120,21 @@ def test_numbers_of_calls_begin_again(tmp_path, monkeypatch):
     for _ in range(6):
         recorder.record(choice_of("all_gather", (8, 8, True)), -1, call_at(1), piece(8), ())
     assert load(tmp_path).ranks[0].events.number.tolist() == [0, 1, 2, 3, 0, 1]
+
+
+def test_a_rank_in_two_groups_has_no_larger_piece(tmp_path, monkeypatch):
+    """One line reduces in the group of ranks 0 and 1, and in that of ranks 1 and 2."""
+    groups = Alone(), Alone()
+    groups[0].members, groups[1].members = (0, 1), (1, 2)
+    fixed = choice_of("all_reduce", (8, 8, True))
+    for rank in range(3):
+        monkeypatch.setattr(recorders, "world_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(recorders, "world_size", lambda: 3)
+        recorder = Recorder(tmp_path, 8)
+        for group in groups:
+            if rank in group.members:
+                call = Call(group, 0, 2, "all_reduce", site="train.py:1")
+                recorder.record(fixed, -1, call, piece(8), ())
+    (line,) = find(tmp_path).lines
+    assert line.sizes == {0: 8, 1: 8, 2: 8}
+    assert line.skew == 1.0

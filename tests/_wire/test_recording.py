@@ -1,5 +1,6 @@
 """A recording holds every wire call, forward and backward, and outlives the process."""
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import allgrad as ag
+from allgrad._wire import calls as wire_calls
 from allgrad._wire import observers
 from allgrad.errors import InputError
 from allgrad.report.load import load
@@ -117,6 +119,25 @@ def test_bad_input_is_named(tmp_path):
 
     with pytest.raises(torch._dynamo.exc.Unsupported, match="recorded: a block cannot be compiled"):
         compiled(torch.ones(1))
+    assert observers.STATE.recorder is None
+
+
+def test_blocks_of_threads_end_in_any_order(tmp_path):
+    first, second = ag.recorded(tmp_path / "first"), ag.recorded(tmp_path / "second")
+    with contextlib.ExitStack() as ends:
+        first.__enter__()
+        ends.enter_context(second)
+        inner = observers.STATE.recorder
+        first.__exit__(None, None, None)
+        assert observers.STATE.recorder is inner
+    assert observers.STATE.recorder is None
+    assert not wire_calls._locating
+
+
+def test_a_block_inside_another_has_a_directory_of_its_own(tmp_path):
+    inside = pytest.raises(InputError, match="already being recorded")
+    with ag.recorded(tmp_path), inside, ag.recorded(tmp_path / "." / "x" / ".."):
+        pass
     assert observers.STATE.recorder is None
 
 

@@ -150,6 +150,25 @@ def test_an_empty_directory_is_named(tmp_path):
         find(tmp_path)
 
 
+DAMAGES = {
+    "empty": lambda raw: raw[:0],
+    "cut in the header": lambda raw: raw[:3000],
+    "cut in the ring": lambda raw: raw[:100_000],
+    "a broken table": lambda raw: raw + b'{"kind": 9, "na\n',
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named(slow_rank, tmp_path, damage):
+    for file in slow_rank.glob("rank-*"):
+        raw = file.read_bytes()
+        (tmp_path / file.name).write_bytes(DAMAGES[damage](raw) if "1" in file.name else raw)
+    with pytest.raises(InputError, match=r"rank-1\.allgrad is damaged or cut short"):
+        find(tmp_path)
+    (tmp_path / "rank-1.allgrad").rename(tmp_path / "rank-1 (damaged).allgrad")
+    assert find(tmp_path).recording.notes == ["There is no file of rank 1."]
+
+
 def shifted(file, out, by, wall):
     """The same file as another host would have written it: another clock, set wrong by ``wall``."""
     raw = bytearray(file.read_bytes())

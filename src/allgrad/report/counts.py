@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,7 +40,7 @@ class Counts:
         self.gets_piece = np.array([k.operation == "reduce_scatter" for k in recording.kinds])
         self.pieces: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
         self.groups_of_line: dict[int, set[tuple[int, ...]]] = defaultdict(set)
-        self.calls_of_line = np.zeros(len(self._lines), np.int64)
+        self.events: dict[int, Counter[int]] = defaultdict(Counter)  # of each line by rank
         self.slow: list[tuple[int, int, Matched]] = []
         self.mismatches: list[Mismatch] = []
         self.agreed, self.same_bytes = _agreed(recording.kinds)
@@ -84,6 +84,7 @@ class Counts:
                 np.bincount(line, weights=values, minlength=len(self._lines))
                 for values in (sent, took, waits, piece)
             ]
+            counts = np.bincount(line, minlength=len(self._lines))
             for number in np.unique(line):
                 one = self._lines[number]
                 self.groups_of_line[int(number)].add(group.group.members)
@@ -91,7 +92,7 @@ class Counts:
                 one.in_calls += int(sums[1][number])
                 one.waiting += int(sums[2][number])
                 self.pieces[int(number)][file.rank] += int(sums[3][number])
-            self.calls_of_line += np.bincount(line, minlength=len(self._lines))
+                self.events[int(number)][file.rank] += int(counts[number])
             for number, count in enumerate(np.bincount(kind)):
                 if count:
                     used = self._lines[self.line_of_kind[number]].algorithms
@@ -146,14 +147,16 @@ class Counts:
         for number, line in enumerate(self._lines):
             sums = self.pieces[number]
             if sums:
-                events = int(self.calls_of_line[number])
-                line.moving = (line.in_calls - line.waiting) // events
+                events = self.events[number]
+                line.moving = (line.in_calls - line.waiting) // events.total()
                 groups = self.groups_of_line[number]
                 line.members = next(iter(groups)) if len(groups) == 1 else ()
-                line.calls = max(1, round(events / len(sums)))
-                line.sizes = {rank: total // line.calls for rank, total in sorted(sums.items())}
-                mean = sum(sums.values()) / len(sums)
-                line.skew = max(sums.values()) / mean if mean else 1.0
+                line.calls = max(1, round(events.total() / len(sums)))
+                # By the calls of each rank: it may be in several of the groups of a line.
+                pieces = {rank: total / events[rank] for rank, total in sorted(sums.items())}
+                line.sizes = {rank: int(piece) for rank, piece in pieces.items()}
+                mean = sum(pieces.values()) / len(pieces)
+                line.skew = max(pieces.values()) / mean if mean else 1.0
         return sorted((line for line in self._lines if line.calls), key=lambda line: -line.in_calls)
 
     def slowest(self) -> list[SlowCall]:

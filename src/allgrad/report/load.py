@@ -116,7 +116,8 @@ class Recording:
 
 def load(path: Path) -> Recording:
     """Read every rank's file in a directory, whether the job has ended or not."""
-    files = sorted(path.glob("rank-*.allgrad"), key=lambda file: int(file.stem[5:]))
+    files = [file for file in path.glob("rank-*.allgrad") if file.stem[5:].isdecimal()]
+    files.sort(key=lambda file: int(file.stem[5:]))
     if not files:
         raise InputError(
             f"There is no recording in {path}.\nRecord with ag.recorded(path) or ALLGRAD_RECORD; "
@@ -126,7 +127,15 @@ def load(path: Path) -> Recording:
     kinds: dict[Kind, int] = {}
     groups: dict[Group, int] = {}
     for file in files:
-        recording.ranks.append(_load_rank(file, kinds, groups))
+        try:
+            recording.ranks.append(_load_rank(file, kinds, groups))
+        except InputError:
+            raise
+        except (ValueError, KeyError, IndexError, struct.error) as error:
+            raise InputError(
+                f"{file} is damaged or cut short: {error}.\n"
+                "Copy it again, or leave it out: its rank is then reported as missing."
+            ) from error
     recording.kinds, recording.groups = list(kinds), list(groups)
     _drop_strays(recording)
     missing = sorted(
