@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import allgrad as ag
 from allgrad._wire import pairwise, primitives
@@ -142,6 +143,27 @@ def test_rows_travel_with_the_counts_where_those_of_all_ranks_are_few(rank, worl
         assert calls == want
         back = combine(sent.tokens.clone(), sent)
         assert torch.equal(back, x)
+
+
+@pytest.mark.ranks(2)
+def test_forward_mode_and_func(rank, world):
+    x, t = random((4, WIDTH), rank), random((4, WIDTH), 9 + rank)
+
+    def there_and_back(x):
+        sent = dispatch(x, torch.tensor([0, 1, -1, rank]), experts=2)
+        return combine(sent.tokens.sin(), sent)
+
+    there_and_back(x)  # in plain autograd first: memory is kept between calls
+    came = torch.tensor([[1.0], [1.0], [0.0], [1.0]], dtype=x.dtype)
+    value, forward = torch.func.jvp(there_and_back, (x,), (t,))
+    torch.testing.assert_close(value, x.sin() * came)
+    torch.testing.assert_close(forward, x.cos() * t * came)
+    torch.testing.assert_close(
+        torch.func.grad(lambda x: there_and_back(x).sum())(x), x.cos() * came
+    )
+    with forward_ad.dual_level():
+        dual = there_and_back(forward_ad.make_dual(x, t))
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, x.cos() * t * came)
 
 
 DTYPES = (torch.bfloat16, torch.complex128, torch.bool, torch.int32, torch.float8_e5m2)

@@ -85,7 +85,7 @@ def all_to_all(  # noqa: PLR0917
     if parts is not None:
         _exchange_parts(call, (x, send, receive), out, parts, post)
         return out
-    blocks = x.split(send), out.split(receive)
+    blocks = x.split_with_sizes(send), out.split_with_sizes(receive)
     _exchange(call, (x, send, receive), *blocks, peers, group.exchanges, post)
     return out
 

@@ -11,6 +11,7 @@ import torch
 from allgrad._autograd.transforms import is_plain_autograd
 from allgrad._wire import primitives as wire
 from allgrad._wire.codec import DTYPES
+from allgrad.collectives.all_to_all import all_to_all
 from allgrad.errors import InputError, PieceMismatch, TensorError, rank_table
 from allgrad.nn._first_message import MOST, Row, can_carry, exchange
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from allgrad._wire.primitives import Call
     from allgrad.nn._first_message import Arrived
     from allgrad.nn._routes import Counts
+    from allgrad.types import GroupLike
 
 __all__ = ["Found", "Options", "choices_in_order", "exchange_counts"]
 
@@ -128,15 +130,16 @@ class _Facts(NamedTuple):
         return of_rows and bool(self.whole)
 
 
-def exchange_counts(
-    call: Call, x: Tensor, routing: Tensor, options: Options, found: Found
+def exchange_counts(  # noqa: PLR0917
+    call: Call, x: Tensor, routing: Tensor, options: Options, found: Found, group: GroupLike
 ) -> tuple[Counts, Arrived | None]:
     """How many choices of each rank fall on each expert. A mistake of one rank raises on all.
 
     On one host, where the rows of all ranks are few, they are sent along.
     """
     number = sum(options.held)
-    if wire.goes_unsized(call, x) and 8 * (number + 2 * len(_Facts._fields)) < MOST:
+    plain = is_plain_autograd()  # inside torch.func new tensors have no memory of their own
+    if plain and wire.goes_unsized(call, x) and 8 * (number + 2 * len(_Facts._fields)) < MOST:
         (low, high), counts = _on_host(found.span), _on_host(found.counts)
         facts = _Facts.of(x, routing, options, (low, high))
         chosen = None
@@ -155,11 +158,12 @@ def exchange_counts(
         rows = row[None].cpu()
     else:
         # Few words: with fewer cores than ranks they go by way of a root, else in one step.
-        copies, equal = row.expand(call.size, -1).contiguous(), [1] * call.size
-        rows = wire.all_to_all(call, copies, equal, equal, equal=True).cpu()
+        copies = row.expand(call.size, -1)
+        rows = all_to_all(copies, send_sizes="equal", group=group, grad="none").cpu()
     words = len(_Facts._fields)
     _require_fitting([_Facts._make(row) for row in rows[:, :words].tolist()], number)
-    table: Counts = rows[:, words:].numpy()
+    # Not by Tensor.numpy, which there is none of inside torch.func (test_forward_mode_and_func).
+    table: Counts = np.array(rows[:, words:].tolist(), np.int64).reshape(call.size, number)
     return table, None
 
 

@@ -90,7 +90,7 @@ def dispatch(
             )
     found = choices_in_order(x, routing, sum(held))
     same = Options(held, capacity, drop)
-    counts, arrived = exchange_counts(call, x, routing, same, found)
+    counts, arrived = exchange_counts(call, x, routing, same, found, group)
     slots, own, dropped = found.order, counts[place.rank], 0
     if not isinstance(found.counts, list):
         slots = slots[: int(own.sum())]
