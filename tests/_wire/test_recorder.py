@@ -138,3 +138,25 @@ def test_a_rank_in_two_groups_has_no_larger_piece(tmp_path, monkeypatch):
     (line,) = find(tmp_path).lines
     assert line.sizes == {0: 8, 1: 8, 2: 8}
     assert line.skew == 1.0
+
+
+def test_a_disk_that_gets_full_does_not_end_the_job(tmp_path):
+    recorder, fixed = Recorder(tmp_path, 8), choice_of("all_gather", (8, 8, True))
+    recorder.record(fixed, -1, call_at(1), piece(8), ())
+    with open("/dev/full", "wb", buffering=0) as full:  # noqa: PTH123
+        recorder._table = full
+        with pytest.warns(UserWarning, match="is full: new kinds of calls are not recorded"):
+            recorder.record(fixed, -1, call_at(2), piece(8), ())
+        recorder.record(fixed, -1, call_at(3), piece(8), ())
+    recorder.record(fixed, -1, call_at(1), piece(8), ())
+    assert load(tmp_path).ranks[0].events.number.tolist() == [0, 3]
+
+
+def test_a_disk_without_room_is_left_as_it_was(tmp_path, monkeypatch):
+    def no_room(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(recorders.os, "posix_fallocate", no_room)
+    with pytest.raises(OSError, match="No space left"):
+        Recorder(tmp_path, 8).open()
+    assert not list(tmp_path.iterdir())
