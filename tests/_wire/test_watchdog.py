@@ -165,18 +165,24 @@ def test_a_late_rank_is_no_mismatch_in_any_algorithm(late):
 
 def cross(kind):
     rank = dist.get_rank()
-    pair = dist.new_group([0, 1])
-    groups = {"world": dist.group.WORLD, "pair": pair}
+    groups = {
+        "world": dist.group.WORLD,
+        "pair": dist.new_group([0, 1]),
+        "side": dist.new_group([1, 2]),
+    }
+    mine = {"world", "pair"} if rank == 0 else set(groups) if rank == 1 else {"world", "side"}
     x = torch.ones(3, requires_grad=True)
-    for group in groups.values():
-        if rank < 2 or group is not pair:
+    for name, group in groups.items():
+        if name in mine:
             ag.all_reduce(x, group=group)
     try:
         if rank == 1 and kind == "late":
             time.sleep(4)  # both wait for rank 1, nobody for each other
         order = ["world", "pair"] if rank == 0 or kind == "late" else ["pair", "world"]
+        if kind == "third":  # rank 2 waits for rank 1, in a group without rank 0
+            order = [*order, "side"] if rank < 2 else ["side", "world"]
         for name in order:
-            if rank < 2 or name == "world":
+            if name in mine:
                 y = ag.all_reduce(x, group=groups[name])
                 y = ag.all_gather(y, sizes="equal", group=groups[name])
         return y.tolist()
@@ -191,8 +197,11 @@ def test_calls_of_two_groups_in_another_order_do_not_wait_for_ever():
     ranks = Pool()
     try:
         found = run_in(ranks, cross, 3, ("crossed",), "gloo", 40)
+        third = run_in(ranks, cross, 3, ("third",), "gloo", 40)
         late = run_in(ranks, cross, 3, ("late",), "gloo", 40)
     finally:
         ranks.close()
-    assert all("wait for each other in calls of different groups" in text for text in found), found
+    for texts in (found, third):
+        assert all("wait for each other in calls of different groups" in t for t in texts), texts
+    assert "RankRaised: all_reduce: rank 1 of group" in third[2]
     assert all(isinstance(value, list) for value in late), late

@@ -14,13 +14,12 @@ need every rank.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from allgrad._wire.groups import LIVE, world_rank, world_store
-from allgrad.errors import CollectiveMismatch, GroupError
+from allgrad._wire.groups import calls_made, world_rank, world_store
+from allgrad.errors import CollectiveMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,7 +74,7 @@ def find(call: Call, asked: Sequence[int]) -> CollectiveMismatch | None:
     store = world_store()
     if store is None or not _needs_all(call) or _other_threads():
         return None
-    made = _calls_made()
+    made = calls_made()
     own, members = call.group.name, call.group.members
     mine = _Wait(next(_looks), own, call.group.calls, call.name, members, made)
     store.set(_key(world_rank()), mine.encode())
@@ -106,14 +105,6 @@ def find(call: Call, asked: Sequence[int]) -> CollectiveMismatch | None:
                 "lockstep block."
             )
     return None
-
-
-def _calls_made() -> dict[str, int]:
-    made = {}
-    for group in list(LIVE):
-        with contextlib.suppress(GroupError):  # it was destroyed
-            made[group.name] = group.calls
-    return made
 
 
 def _key(rank: int) -> str:

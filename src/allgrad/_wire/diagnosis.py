@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from allgrad._wire.wait_spec import Alike
 
 __all__ = [
+    "ended_key",
     "explain",
     "publish_failure",
     "raise_published",
@@ -79,7 +80,13 @@ def register(call: Call) -> None:
 
 def _register(store: Any, rank: int) -> None:
     store.delete_key(f"allgrad/roll/{rank}")
+    store.delete_key(ended_key(rank))  # of the world's store, in which rank is the world's
     store.set(f"allgrad/who/{rank}", f"{os.getpid()} {socket.gethostname()}")
+
+
+def ended_key(rank: int) -> str:
+    """Where a rank of the world writes that it ended (ended_ranks)."""
+    return f"allgrad/ended/{rank}"
 
 
 def remember_agreed(call: Call, by_rank: Sequence[str]) -> None:

@@ -4,7 +4,8 @@ Messages of other shapes or dtypes never meet (``messages``), so ranks that brin
 one call wait for each other; so do ranks that call different collectives, or name another src or dst.
 A thread of each process looks once a second. While this rank waits, it writes into the group's store
 which call that is and what the rank brought, and reads what some other ranks wrote. A difference in the
-call of the same number ends the wait, on every rank; so do waits in two groups that cross (``crossed_waits``).
+call of the same number ends the wait, on every rank; so do waits in two groups that cross (``crossed_waits``),
+and waits for a rank that was ended so in another group (``ended_ranks``).
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from allgrad._wire import crossed_waits, deadline, diagnosis, wait_spec
+from allgrad._wire import crossed_waits, deadline, diagnosis, ended_ranks, wait_spec
 from allgrad.errors import CollectiveMismatch, rank_table
 
 if TYPE_CHECKING:
     from allgrad._wire.calls import Call
     from allgrad._wire.wait_spec import Alike
+    from allgrad.errors import AllgradError
 
 __all__ = ["STATE", "mismatch", "start"]
 
@@ -34,7 +36,7 @@ class _State:
     def __init__(self) -> None:
         self.waiting: tuple[Call, Alike | None, float] | None = None
         self.thread: threading.Thread | None = None
-        self.found: CollectiveMismatch | None = None
+        self.found: AllgradError | None = None
 
 
 STATE = _State()
@@ -46,7 +48,7 @@ def start() -> None:
     STATE.thread.start()
 
 
-def mismatch() -> CollectiveMismatch | None:
+def mismatch() -> AllgradError | None:
     """What the watchdog found in the wait that has just failed, if anything."""
     found, STATE.found = STATE.found, None
     return found
@@ -85,9 +87,9 @@ def _compare(waiting: tuple[Call, Alike | None, float]) -> None:
         for rank, text in rows.items()
         if not wait_spec.all_fit({call.rank: brought, rank: text})
     }
-    crossed = None if odd else crossed_waits.find(call, asked)
-    if crossed is not None and STATE.waiting is waiting:
-        _end(call, crossed)
+    found = None if odd else crossed_waits.find(call, asked) or ended_ranks.find(call, asked)
+    if found is not None and STATE.waiting is waiting:
+        _end(call, found)
     if odd and STATE.waiting is waiting:
         table = [rows.get(rank, "unknown") for rank in range(call.size)]
         if any(text.partition(" of ")[0] != brought.partition(" of ")[0] for text in rows.values()):
@@ -101,9 +103,10 @@ def _compare(waiting: tuple[Call, Alike | None, float]) -> None:
         _end(call, CollectiveMismatch(rank_table(rule, table, odd, advice)))
 
 
-def _end(call: Call, error: CollectiveMismatch) -> None:
+def _end(call: Call, error: AllgradError) -> None:
     STATE.found = error
     diagnosis.publish_failure(error)
+    ended_ranks.publish(error)
     deadline.close_connections(call)
 
 
