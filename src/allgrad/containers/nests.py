@@ -92,10 +92,6 @@ class Frame:
         if len(self._positions) != len(leaves):
             self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    def __len__(self) -> int:
-        """How many tensors the nest has."""
-        return len(self._positions)
-
     def __call__(self, tensors: Sequence[object]) -> Any:
         """The nest around ``tensors``, given in the order of :func:`split_tensors`."""
         if len(tensors) != len(self._positions):
@@ -177,10 +173,7 @@ def split_tensors(nest: object) -> tuple[list[Tensor], Frame]:
     {"b": x, "a": [y, 3]}   --->   [y, x]   and   {"b": _, "a": [_, 3]}
     """
     leaves, structure = flatten(nest)
-    frame = Frame(leaves, structure)
-    if len(frame) == len(leaves):
-        return leaves, frame
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], frame
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], Frame(leaves, structure)
 
 
 def map_tensors(fn: Callable[[Tensor], object], nest: _Nest) -> _Nest:
