@@ -64,6 +64,7 @@ def test_loss_of_all_pairs_and_its_gradient(where):
     on(where, check_all, "ragged")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", PAIRS)
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_ragged_and_empty_batches(rank, world, kind):
@@ -72,6 +73,7 @@ def test_ragged_and_empty_batches(rank, world, kind):
         check(None, name, kind, grad_reduction="sum")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", PAIRS)
 @pytest.mark.ranks(2, 3, 4)
 def test_small_batches_are_computed_whole_in_two_calls(rank, world, kind):
@@ -104,6 +106,7 @@ def test_ring_is_chosen_when_the_budget_is_small(rank, world):
             check(None, name, "ragged")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tile", [(1, 1), (2, 3), (3, 2), (5, 4)])
 @pytest.mark.ranks(1, 3)
 def test_tiles_that_fit_nothing_evenly(rank, world, tile):

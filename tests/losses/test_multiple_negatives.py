@@ -69,6 +69,7 @@ def check_all(group):
         check(group, "equal", symmetric=True, with_ids=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", ["no world", "2 ranks", "3 ranks", "4 ranks"])
 def test_equals_the_formula_with_two_derivatives(where):
     on(where, check_all)

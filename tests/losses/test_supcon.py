@@ -81,6 +81,7 @@ def check_all(group):
             check(group, sigmoid, "empty", weighted=True, queued=True, margin=0.1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", ["no world", "2 ranks", "3 ranks", "4 ranks"])
 def test_equals_the_formula_with_two_derivatives(where):
     on(where, check_all)
