@@ -131,7 +131,7 @@ def test_the_demo_shows_its_lines_by_time_and_bytes(open_page, tmp_path):
     assert page.locator("#last").count() == 0  # nothing hangs
     rows = page.locator("#lines tr").all_inner_texts()
     losses = [row for row in rows if "training.py:" in row]
-    assert {row.split()[0] for row in losses} >= {"all_gather", "reduce_scatter", "all_reduce"}
+    assert {row.split()[0] for row in losses} >= {"all_gather", "all_reduce"}
     assert any("backward" in row for row in losses)
-    page.fill("#search", "reduce_scatter")
-    assert page.locator("#matches").inner_text() == f"{3 * STEPS} calls"
+    page.fill("#search", "all_gather")  # one in each step, and the sizes of the gather at the end
+    assert page.locator("#matches").inner_text() == f"{3 * (STEPS + 1)} calls"
