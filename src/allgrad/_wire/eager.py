@@ -310,7 +310,7 @@ def _end(call: Call, works: Sequence[Any]) -> None:
     except RuntimeError as error:
         raise _explained(call, error, began) from error
     except RankRaised as error:
-        found = watchdog.mismatch()
+        found = watchdog.take_found()
         if found is None:
             raise
         raise found from error
@@ -320,7 +320,7 @@ def _end(call: Call, works: Sequence[Any]) -> None:
 
 def _explained(call: Call, error: RuntimeError, began: float) -> Exception:
     waited = time.monotonic() - began
-    return watchdog.mismatch() or diagnosis.explain(call, error, waited, deadline.STATE.seconds)
+    return watchdog.take_found() or diagnosis.explain(call, error, waited, deadline.STATE.seconds)
 
 
 def _movable(x: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def wait(call: Call, alike: Alike | None, works: Sequence[Any]) -> None:
     except (RuntimeError, RankRaised) as error:
         watchdog.STATE.waiting = None
         deadline.close_connections(call)
-        found = watchdog.mismatch()
+        found = watchdog.take_found()
         if found is not None:
             raise found from error
         if isinstance(error, RankRaised):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from allgrad._wire.wait_spec import Alike
     from allgrad.errors import AllgradError
 
-__all__ = ["STATE", "mismatch", "start"]
+__all__ = ["STATE", "start", "take_found"]
 
 _LOOK_EVERY = 1.0  # seconds
 _ASKED = 8  # ranks each time: the store must not grow slow in a large world
@@ -48,7 +48,7 @@ def start() -> None:
     STATE.thread.start()
 
 
-def mismatch() -> AllgradError | None:
+def take_found() -> AllgradError | None:
     """What the watchdog found in the wait that has just failed, if anything."""
     found, STATE.found = STATE.found, None
     return found
