@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import torch
 import torch.distributed as dist
 
 from allgrad._wire.calls import resolve
@@ -30,24 +31,26 @@ class Traffic:
         find_topology(resolve("Traffic", None))  # what a group finds out once is not counted
         self.calls, self.sent, self.received = Counter(), 0, 0
         self.sent_to, self.posted = Counter(), []  # point to point
-        names = [name for name in MOVERS if hasattr(dist.ProcessGroup, name)]
-        self.real = {name: getattr(dist.ProcessGroup, name) for name in names}
-        self.kept = {name: vars(dist.ProcessGroup)[name] for name in names}
-        for name in names:
-            setattr(dist.ProcessGroup, name, self.counting(name))
+        group = dist.ProcessGroup
+        counted = [(group, name) for name in MOVERS if hasattr(group, name)]
+        # Messages between two ranks are posted by the backend itself.
+        counted += [(torch._C._distributed_c10d.Backend, name) for name in ("send", "recv")]
+        self.kept = {(kind, name): vars(kind)[name] for kind, name in counted}
+        for kind, name in counted:
+            setattr(kind, name, self.counting(getattr(kind, name), name))
         return self
 
     def __exit__(self, *_):
-        for name, call in self.kept.items():
-            setattr(dist.ProcessGroup, name, call)
+        for (kind, name), call in self.kept.items():
+            setattr(kind, name, call)
 
-    def counting(self, name):
+    def counting(self, real, name):
         def call(group, *args, **options):
             self.calls[MOVERS[name]] += 1
             sent, received = self.moved(name, *args, **options)
             self.sent += sent
             self.received += received
-            return self.real[name](group, *args, **options)
+            return real(group, *args, **options)
 
         return call
 

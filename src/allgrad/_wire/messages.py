@@ -13,7 +13,7 @@ from allgrad._wire.wait_spec import nest_code
 from allgrad.errors import RankRaised
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from typing import TypeAlias
 
     from torch import Tensor
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     # What is sent or received into, and the rank at the other end.
     Transfer: TypeAlias = tuple[Tensor, int]
 
-__all__ = ["exchange", "start", "start_unsized", "wait"]
+__all__ = ["exchange", "start", "start_exchange", "start_unsized", "wait"]
 
 _TAG = 1 << 30  # not the tag of messages that the caller may be sending meanwhile
+_LOW = _TAG - 1
 _OPERATIONS = {
     name: code
     for code, name in enumerate(
@@ -42,23 +43,68 @@ def start_unsized(
     call: Call, sends: Sequence[Transfer], recvs: Sequence[Transfer], number: int
 ) -> Sequence[Any]:
     """Post messages whose length the receiver does not know: what it receives into may be longer."""
-    process_group = call.group.process_group
-    tag = _TAG | hash((_UNSIZED, number)) & (_TAG - 1)  # of numbers: the same in every process
+    tag = _TAG | hash((_UNSIZED, number)) & _LOW  # of numbers: the same in every process
     try:
-        _prepare(call)
-        sending = [process_group.send([x], peer, tag) for x, peer in sends]
-        receiving = [process_group.recv([x], peer, tag) for x, peer in recvs]
+        backend = _prepared(call)
+        sending = [backend.send([x], peer, tag) for x, peer in sends]
+        receiving = [backend.recv([x], peer, tag) for x, peer in recvs]
     except RuntimeError as error:
         deadline.close_connections(call)
         raise diagnosis.explain(call, error, 0.0, deadline.STATE.seconds) from error
     return receiving + sending
 
 
-def _prepare(call: Call) -> None:
+def start_exchange(  # noqa: PLR0917
+    call: Call,
+    row: tuple[torch.dtype, Sequence[int]],
+    pieces: Sequence[Tensor],
+    blocks: Sequence[Tensor],
+    peers: tuple[Sequence[int], Sequence[int]],
+    number: int,
+    receives_first: bool = False,
+) -> Sequence[Any]:
+    """Post the messages of an exchange: ``pieces[r]`` to rank ``r``, whose own come into ``blocks[r]``.
+
+    The same as ``start``, or as ``exchange``, for blocks whose rows have one dtype and shape: what the
+    tags of all messages have in common is found once.
+    """
+    dtype, shape = row
+    nest = nest_code(call.nest) if call.nest else 0
+    about = hash((_DTYPES[dtype], shape, _OPERATIONS[call.group.doing[0]], number, nest))
+    after, before = peers
+    try:
+        backend = _prepared(call)
+        sends = [_tagged(pieces[to], to, about) for to in after]
+        recvs = [_tagged(blocks[source], source, about, _new_byte) for source in before]
+        if receives_first:
+            receiving = [backend.recv([x], peer, tag) for x, peer, tag in recvs]
+            sending = [backend.send([x], peer, tag) for x, peer, tag in sends]
+            return [*receiving[::-1], *sending[::-1]]
+        sending = [backend.send([x], peer, tag) for x, peer, tag in sends]
+        return [*[backend.recv([x], peer, tag) for x, peer, tag in recvs], *sending]
+    except RuntimeError as error:
+        deadline.close_connections(call)
+        raise diagnosis.explain(call, error, 0.0, deadline.STATE.seconds) from error
+
+
+def _tagged(
+    x: Tensor, peer: int, about: int, nothing: Callable[[], Tensor] = lambda: _NO_ROWS
+) -> tuple[Tensor, int, int]:
+    n = x.numel()
+    return x if n else nothing(), peer, _TAG | hash((about, n)) & _LOW
+
+
+def _new_byte() -> Tensor:
+    return torch.empty(1, dtype=torch.uint8)
+
+
+def _prepared(call: Call) -> Any:
+    """The backend that posts messages of this call, which is registered and watched."""
     if not (deadline.STATE.no_deadline and call.group.registered):
         deadline.prepare(call)
     if watchdog.STATE.thread is None:
         watchdog.start()
+    return call.group.host_backend
 
 
 def start(
@@ -69,23 +115,22 @@ def start(
     Return receives first: when they are done, most sends are done too. The messages of an exchange
     have its number: those of another never meet them, and empty ones are sent as one byte.
     """
-    process_group = call.group.process_group
     about = _OPERATIONS[call.group.doing[0]], number, nest_code(call.nest) if call.nest else 0
     receiving: list[Any] = []
     sending: list[Any] = []
     try:
-        _prepare(call)
+        backend = _prepared(call)
         for x, peer in sends:
             if x.numel():
-                sending.append(process_group.send([x], peer, _tag(x, about)))
+                sending.append(backend.send([x], peer, _tag(x, about)))
             elif number:
-                sending.append(process_group.send([_NO_ROWS], peer, _tag(x, about)))
+                sending.append(backend.send([_NO_ROWS], peer, _tag(x, about)))
         for x, peer in recvs:
             if x.numel():
-                receiving.append(process_group.recv([x], peer, _tag(x, about)))
+                receiving.append(backend.recv([x], peer, _tag(x, about)))
             elif number:
                 nothing = torch.empty(1, dtype=torch.uint8)
-                receiving.append(process_group.recv([nothing], peer, _tag(x, about)))
+                receiving.append(backend.recv([nothing], peer, _tag(x, about)))
     except RuntimeError as error:
         deadline.close_connections(call)
         raise diagnosis.explain(call, error, 0.0, deadline.STATE.seconds) from error
@@ -139,4 +184,4 @@ def _tag(x: Tensor, call: tuple[object, ...]) -> int:
     """
     shape = x.shape
     about = _DTYPES[x.dtype], shape if len(shape) > 1 else x.numel(), call
-    return _TAG | hash(about) & (_TAG - 1)
+    return _TAG | hash(about) & _LOW

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from allgrad._wire.messages import exchange, start, start_unsized, wait
+from allgrad._wire.messages import exchange, start, start_exchange, start_unsized, wait
 from allgrad._wire.point_to_point import _around, _reduce_own_block
 
 if TYPE_CHECKING:
@@ -65,28 +65,38 @@ def all_to_all(  # noqa: PLR0917
     equal: bool = False,
     peers: Peers = None,
     parts: tuple[Parts, Parts] | None = None,
-    post: Callable[..., Sequence[Any]] = start,
+    receives_first: bool = False,
 ) -> Tensor:
-    """Block ``r`` of ``x`` to rank ``r``, all at once; ``post`` starts the messages.
+    """Block ``r`` of ``x`` to rank ``r``, all at once.
 
     With ``parts`` each part of ``x`` goes to where the result has it.
     """
-    group = call.group
+    group, mine = call.group, call.rank
     group.exchanges += 1
     if equal:
         out = torch.empty_like(x)
         by_rank = call.size, x.numel() // call.size
-        blocks = x.view(by_rank).unbind(), out.view(by_rank).unbind()
-        _exchange(call, x, *blocks, None, group.exchanges, post)
-        return out
-    out = x.new_empty((sum(receive), *x.shape[1:]))
-    # A rank whose own counts are met goes on. It still tells those who wait what it sent.
-    group.exchanged = group.calls, call.name, call.nest, x.dtype, x.shape[1:], send, receive
-    if parts is not None:
-        _exchange_parts(call, (x, send, receive), out, parts, post)
-        return out
-    blocks = x.split_with_sizes(send), out.split_with_sizes(receive)
-    _exchange(call, (x, send, receive), *blocks, peers, group.exchanges, post)
+        pieces, blocks = x.view(by_rank).unbind(), out.view(by_rank).unbind()
+        row: tuple[torch.dtype, Sequence[int]] = x.dtype, ()
+        alike: Alike = x
+    else:
+        shape = x.shape[1:]
+        out = x.new_empty((sum(receive), *shape))
+        # A rank whose own counts are met goes on. It still tells those who wait what it sent.
+        group.exchanged = group.calls, call.name, call.nest, x.dtype, shape, send, receive
+        if parts is not None:
+            post = exchange if receives_first else start
+            _exchange_parts(call, (x, send, receive), out, parts, post)
+            return out
+        pieces, blocks = x.split_with_sizes(send), out.split_with_sizes(receive)
+        row, alike = (x.dtype, shape), (x, send, receive)
+    if peers is None:
+        peers = _around(range(call.size), mine)
+    else:
+        peers = [to for to in peers[0] if to != mine], [one for one in peers[1] if one != mine]
+    works = start_exchange(call, row, pieces, blocks, peers, group.exchanges, receives_first)
+    blocks[mine].copy_(pieces[mine])
+    wait(call, alike, works)
     return out
 
 
@@ -100,7 +110,7 @@ def all_to_all_receives_first(  # noqa: PLR0917
     parts: tuple[Parts, Parts] | None = None,
 ) -> Tensor:
     """The same with every receive announced before anything is sent."""
-    return all_to_all(call, x, send, receive, equal, peers, parts, exchange)
+    return all_to_all(call, x, send, receive, equal, peers, parts, receives_first=True)
 
 
 def all_to_all_in_turns(call: Call, x: Tensor, *_: object) -> Tensor:
@@ -136,7 +146,8 @@ def all_to_all_unsized(
         [(recvs[rank], rank) for rank in before],
         call.group.exchanges,
     )
-    recvs[call.rank][: len(sends[call.rank])].copy_(sends[call.rank])
+    own = sends[call.rank]
+    recvs[call.rank][: own.shape[0]].copy_(own)
     wait(call, None, works)
     return x
 
@@ -153,20 +164,11 @@ def stacked_reduce_scatter(call: Call, x: Tensor, counts: Sequence[int]) -> Tens
     return rows.sum(0, dtype=x.dtype)
 
 
-def _exchange(  # noqa: PLR0917
-    call: Call,
-    alike: Alike,
-    pieces: Sequence[Tensor],
-    blocks: Sequence[Tensor],
-    peers: Peers = None,
-    number: int = 0,
-    post: Callable[..., Sequence[Any]] = start,
-) -> None:
-    """Send each peer its piece, and receive a block from each; the own one is copied."""
-    after, before = _around(range(call.size), call.rank) if peers is None else peers
-    sends = [(pieces[to], to) for to in after if to != call.rank]
-    recvs = [(blocks[source], source) for source in before if source != call.rank]
-    works = post(call, sends, recvs, number)
+def _exchange(call: Call, alike: Alike, pieces: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
+    """Send each rank its piece, and receive a block from each; the own one is copied."""
+    after, before = _around(range(call.size), call.rank)
+    sends = [(pieces[to], to) for to in after]
+    works = start(call, sends, [(blocks[source], source) for source in before])
     blocks[call.rank].copy_(pieces[call.rank])
     wait(call, alike, works)
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from allgrad._wire.groups import Group
     from allgrad._wire.primitives import Call
-    from allgrad.nn._routes import Counts
 
 __all__ = ["MOST", "Arrived", "Row", "can_carry", "exchange"]
 
@@ -55,15 +54,6 @@ class Arrived(NamedTuple):
     rows: Tensor
     first: int
     stride: int
-
-    def by_expert(self, own: Counts) -> Tensor:
-        """The rows in order of experts; ``own`` counts by rank and own expert."""
-        firsts = np.arange(self.first, len(own) * self.stride, self.stride)[:, None]
-        starts, lengths = (firsts + own.cumsum(1) - own).T.ravel(), own.T.ravel()
-        ends = lengths.cumsum()
-        at = np.arange(ends[-1] if len(ends) else 0)
-        at += (starts - ends + lengths).repeat(lengths)
-        return self.rows.index_select(0, torch.from_numpy(at))
 
 
 class _Memory(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -64,6 +64,9 @@ class Route:
         self._rows = slots // self.choices if self.choices > 1 else slots
         self._at: Tensor | None = None
         self._unsent: Tensor | None = None
+        self._there: Any = (
+            None  # an array: where the rows by expert and rank stand by rank and expert
+        )
         self._orders: tuple[Tensor, Tensor] | None = None
         self._parts: tuple[Parts, Parts] | None = None
 
@@ -73,7 +76,7 @@ class Route:
         def there(xs: Sequence[Tensor]) -> list[Tensor]:
             if self.arrived is not None:
                 arrived, self.arrived = self.arrived, None
-                return [arrived.by_expert(self.own)]
+                return [self._by_expert(arrived)]
             return [self._exchange(call, self._to_slots(x)) for x in xs]
 
         def back(ys: Sequence[Tensor]) -> list[Tensor]:
@@ -105,13 +108,14 @@ class Route:
 
     def _to_tokens(self, y: Tensor) -> Tensor:
         """The sum of its slots to each token."""
-        if not len(self.slots):
+        sent = self.slots.shape[0]
+        if not sent:
             return y.new_zeros(self.tokens, *y.shape[1:])
         if self._at is None:
             number, slots = self.tokens * self.choices, self.slots
             at = slots.new_zeros(number)
-            self._at = at.index_copy_(0, slots, torch.arange(len(slots), device=slots.device))
-            if len(slots) < number:  # dropped, or routed nowhere
+            self._at = at.index_copy_(0, slots, torch.arange(sent, device=slots.device))
+            if sent < number:  # dropped, or routed nowhere
                 unsent = torch.ones_like(at, dtype=torch.bool)
                 self._unsent = unsent.index_fill_(0, slots, False)
         found = y.index_select(0, self._at)
@@ -147,10 +151,29 @@ class Route:
         """Whether blocks by rank and blocks by expert stand in different orders."""
         return min(self.place.world, len(self.experts)) > 1
 
+    def _by_expert(self, arrived: Arrived) -> Tensor:
+        """Rows that came with the counts, in order of experts and ranks."""
+        there, lengths = self._look_up(), self.own.T.ravel()
+        before = np.cumsum((0, *self.receive[:-1]))
+        apart = arrived.first - before + np.arange(0, len(before) * arrived.stride, arrived.stride)
+        at = there + np.tile(apart, len(self.experts)).repeat(lengths)
+        return arrived.rows.index_select(0, torch.from_numpy(at))
+
+    def _look_up(self) -> Any:
+        if self._there is None:
+            self._there = _transposed_blocks(self.own)
+        return self._there
+
     def _order(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Where rows in the order of experts are among those in the order of ranks, and the inverse."""
         if self._orders is None:
-            there, back = _transposed_blocks(self.own), _transposed_blocks(self.own.T)
-            self._orders = there.to(x.device), back.to(x.device)
+            there = self._look_up()
+            back = np.empty_like(there)
+            back[there] = np.arange(len(there))
+            self._orders = (
+                torch.from_numpy(there).to(x.device),
+                torch.from_numpy(back).to(x.device),
+            )
         return self._orders
 
     def _layouts(self) -> tuple[Parts, Parts]:
@@ -171,10 +194,12 @@ class Route:
         return self._parts
 
 
-def _transposed_blocks(counts: Counts) -> Tensor:
+def _transposed_blocks(counts: Counts) -> Any:
     """Where the rows of blocks that stand by row of ``counts`` are to be found, by column."""
-    lengths = counts.ravel()
-    starts = (lengths.cumsum() - lengths).reshape(counts.shape).T.ravel()
+    flat = counts.ravel()
+    starts = (flat.cumsum() - flat).reshape(counts.shape).T.ravel()
     lengths = counts.T.ravel()
     ends = lengths.cumsum()
-    return torch.from_numpy(np.arange(ends[-1]) + (starts - (ends - lengths)).repeat(lengths))
+    at = np.arange(ends[-1] if len(ends) else 0)
+    at += (starts - ends + lengths).repeat(lengths)
+    return at

@@ -58,7 +58,7 @@ def choices_in_order(x: Tensor, routing: Tensor, number: int) -> Found:
 
     There is no choice where the arguments do not fit.
     """
-    good = x.dim() == 2 and routing.dim() in {1, 2} and len(routing) == len(x)
+    good = x.dim() == 2 and routing.dim() in {1, 2} and routing.shape[0] == x.shape[0]
     whole = not routing.is_floating_point() and not routing.is_complex()
     if good and whole:
         chosen = routing if routing.dim() == 1 else routing.reshape(-1)

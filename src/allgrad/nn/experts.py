@@ -96,12 +96,12 @@ def dispatch(
         slots = slots[: int(own.sum())]
     if capacity is not None:
         kept = _with_room(counts, capacity, drop)
-        dropped = len(slots) - int(kept[place.rank].sum())
+        dropped = slots.shape[0] - int(kept[place.rank].sum())
         if dropped:
             slots = slots[_first_of_each(own, kept[place.rank]).to(slots.device)]
         counts = kept
     choices = routing.shape[1] if routing.dim() == 2 else 1
-    route = Route(slots, (len(x), max(1, choices)), counts, held, place)
+    route = Route(slots, (x.shape[0], max(1, choices)), counts, held, place)
     route.arrived = arrived
     (tokens,) = apply(route.pair(call), [x])
     return Dispatched(tokens, route.counts, route.experts, dropped, routing.shape, route, group)
@@ -125,7 +125,7 @@ def combine(y: Tensor, sent: Dispatched, weights: Tensor | None = None) -> Tenso
     if torch.compiler.is_compiling():
         back: Tensor = _outside_graphs(combine, y, sent, weights)
         return back
-    if y.dim() != 2 or len(y) != sum(sent.counts):
+    if y.dim() != 2 or y.shape[0] != sum(sent.counts):
         problem = PieceMismatch(
             f"combine: y is {tuple(y.shape)}, but {sum(sent.counts)} tokens came to the experts of "
             "this rank.\nGive one row for each of them, in their order."
@@ -137,7 +137,7 @@ def combine(y: Tensor, sent: Dispatched, weights: Tensor | None = None) -> Tenso
             "Give one weight for each choice."
         )
         refuse("combine", sent.group, problem)
-    if not len(y):  # so that this rank takes part in the backward of dispatch
+    if not y.shape[0]:  # so that this rank takes part in the backward of dispatch
         y = y + sent.tokens.sum()
     route, call = sent.route, resolve("combine", sent.group, lambda: describe_shapes([y], 0))
     if weights is None:
