@@ -1,6 +1,6 @@
 """The fuzzer as a command.
 
-python tests/fuzz --minutes 30          random programs until the time is up
+python tests/fuzz --minutes 30          random programs until the time is up, and at most 20 s longer
 python tests/fuzz --programs 5000       that many
 python tests/fuzz --seed 17             one program: print it, run it, minimise it if it goes wrong
 python tests/fuzz --compiled ...        programs with blocks that are compiled on some ranks
@@ -51,7 +51,7 @@ def main() -> int:
     else:
         run_here(hunt)
     write(hunt.coverage.table())
-    write(f"{hunt.coverage.programs} programs, {hunt.finds} went wrong")
+    write(hunt.counts())
     return min(hunt.finds, 1)
 
 

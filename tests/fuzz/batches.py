@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -27,8 +28,8 @@ class Mode:
 
     @property
     def batch(self) -> int:
-        """How many seeds go to a worker at a time: about a minute's work."""
-        return 8 if self.faults else 40 if self.compiled else 200
+        """How many seeds go to a worker at a time: seconds of work, so that a hunt can stop in time."""
+        return 1 if self.faults else 8 if self.compiled else 200
 
     @property
     def options(self) -> list[str]:
@@ -62,6 +63,8 @@ def run_batch(mode: Mode, seeds: range) -> Outcome:
     for _, of_world in sorted(by_world.items()):
         for i in range(0, len(of_world), TOGETHER):
             for find in check(of_world[i : i + TOGETHER]):
+                # At once: to find a shorter program takes minutes, and may be cut.
+                sys.stderr.write(f"seed {find.program.seed} went wrong: {find.how}\n")
                 short = minimise(find)
                 outcome.finds.append(describe(short.program, short.how))
     return outcome

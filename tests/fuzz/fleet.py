@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LIMIT = 1800.0  # seconds for a batch, finds and their minimising included
+LAST = 20.0  # seconds that batches may take after the time is up
+SAY_EVERY = 5.0
 
 
 class Hunt:
@@ -33,6 +35,7 @@ class Hunt:
         self._lock = threading.Lock()
         self._began = time.monotonic()
         self._until = self._began + 60 * minutes if minutes else float("inf")
+        self._said = self._began
         self._first, self._stop = seeds.start, seeds.stop
         self._again: queue.SimpleQueue[range] = queue.SimpleQueue()
 
@@ -54,10 +57,17 @@ class Hunt:
             for find in outcome.finds:
                 self.write(find)
             self.finds += len(outcome.finds)
-            seconds = time.monotonic() - self._began
-            self.write(
-                f"{self.coverage.programs} programs in {seconds:.0f} s, {self.finds} went wrong"
-            )
+            if outcome.finds or time.monotonic() - self._said > SAY_EVERY:
+                self._said = time.monotonic()
+                self.write(self.counts())
+
+    def counts(self) -> str:
+        seconds = time.monotonic() - self._began
+        return f"{self.coverage.programs} programs in {seconds:.0f} s, {self.finds} went wrong"
+
+    def limit(self) -> float:
+        """How many seconds a batch may still take."""
+        return max(0.0, min(LIMIT, self._until + LAST - time.monotonic()))
 
     def broke(self, seeds: range, how: str) -> None:
         """A process was lost on this batch: a find; the halves go on, until one seed is left."""
@@ -92,7 +102,10 @@ def _drive(hunt: Hunt) -> None:
     while seeds := hunt.take():
         worker = worker or _Worker(hunt.mode)
         try:
-            hunt.add(worker.run(seeds))
+            hunt.add(worker.run(seeds, hunt.limit()))
+        except _Cut:
+            worker = None
+            hunt.write(f"# seeds {seeds.start} to {seeds.stop - 1} not run: the time is up")
         except _Lost as lost:
             worker = None
             hunt.broke(seeds, str(lost))
@@ -102,6 +115,10 @@ def _drive(hunt: Hunt) -> None:
 
 class _Lost(Exception):
     """A worker hung or died."""
+
+
+class _Cut(Exception):
+    """The time of the hunt is up."""
 
 
 class _Worker:
@@ -117,17 +134,19 @@ class _Worker:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def run(self, seeds: range) -> Outcome:
+    def run(self, seeds: range, limit: float) -> Outcome:
         try:
             self._process.stdin.write(f"{seeds.start} {seeds.stop}\n".encode())
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # read below that it is gone
-        ready, _, _ = select.select([self._process.stdout], [], [], LIMIT)
+        ready, _, _ = select.select([self._process.stdout], [], [], limit)
         line = self._process.stdout.readline() if ready else b""
         if line.endswith(b"\n"):
             return Outcome(**json.loads(line))
         self.end()
+        if not ready and limit < LIMIT:
+            raise _Cut
         raise _Lost(
             f"exited with {self._process.returncode}" if ready else f"hung for {LIMIT:.0f} s"
         )
