@@ -42,7 +42,7 @@ from allgrad._core.torch_internals import (
     set_sequence_number,
     will_run,
 )
-from allgrad._wire import consistency, deadline, diagnosis
+from allgrad._wire import consistency, deadline, diagnosis, ended_ranks
 from allgrad._wire.groups import Backend
 from allgrad.errors import CollectiveMismatch
 
@@ -303,7 +303,8 @@ def _raise(call: Call, other: str) -> None:
         "other ranks may run these calls in another order.\n"
         "Make the calls inside a lockstep block."
     )
-    diagnosis.publish_failure(error)
+    diagnosis.publish_failure(error, call.group)
+    ended_ranks.publish(error)
     if any(kind is Backend.GLOO for kind in call.group.backends.values()):
         deadline.close_connections(call)
     raise error

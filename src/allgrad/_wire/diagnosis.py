@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allgrad._wire import wait_spec
+from allgrad._wire import ended_ranks, wait_spec
 from allgrad._wire.groups import world_rank, world_store
 from allgrad._wire.store import StoreSilent, ask, describe
 from allgrad._wire.topology import ONE_HOST
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from allgrad._wire.calls import Call
+    from allgrad._wire.groups import Group
     from allgrad._wire.wait_spec import Alike
 
 __all__ = [
-    "ended_key",
     "explain",
     "publish_failure",
     "raise_published",
@@ -68,8 +68,11 @@ _published = False
 def register(call: Call) -> None:
     """At the first use of a group: write process and host into its store, for a later roll call.
 
-    Whatever this rank wrote into the same store in an earlier world is deleted.
+    Whatever this rank wrote into the same store in an earlier world is deleted; and that it ended with
+    an error, since it goes on.
     """
+    if ended_ranks.STATE.published:
+        ended_ranks.withdraw()
     if call.group.registered:
         return
     call.group.registered = True
@@ -80,13 +83,9 @@ def register(call: Call) -> None:
 
 def _register(store: Any, rank: int) -> None:
     store.delete_key(f"allgrad/roll/{rank}")
-    store.delete_key(ended_key(rank))  # of the world's store, in which rank is the world's
+    # Of the world's store, in which the rank is the world's.
+    store.delete_key(ended_ranks.ended_key(rank))
     store.set(f"allgrad/who/{rank}", f"{os.getpid()} {socket.gethostname()}")
-
-
-def ended_key(rank: int) -> str:
-    """Where a rank of the world writes that it ended (ended_ranks)."""
-    return f"allgrad/ended/{rank}"
 
 
 def remember_agreed(call: Call, by_rank: Sequence[str]) -> None:
@@ -94,14 +93,17 @@ def remember_agreed(call: Call, by_rank: Sequence[str]) -> None:
     _last_agreed[call.group.name, call.size] = by_rank
 
 
-def publish_failure(error: BaseException) -> None:
-    """Write into the store that this rank failed, for ranks that wait for it."""
+def publish_failure(error: BaseException, group: Group | None = None) -> None:
+    """Write into the store that this rank failed, for ranks that wait for it.
+
+    With a group, in a call of that group, which cannot be used any more; the rank may go on in others.
+    """
     global _published  # noqa: PLW0603
     text = f"{type(error).__name__}: {error}"[:2000]
     with contextlib.suppress(RuntimeError):
         store = world_store()
         if store is not None:
-            raised = f"{time.time()}\n{text}"
+            raised = f"{time.time()}\n{group.name if group else ''}\n{text}"
             ask(store, lambda: store.set(f"allgrad/raised/{world_rank()}", raised))
             _published = True
 
@@ -125,13 +127,19 @@ def raise_published(call: Call) -> None:
             ask(store, partial(_raise_published, call, store))
 
 
-def _raise_published(call: Call, store: Any) -> None:
+def _raise_published(call: Call, store: Any, has_failed: bool = False) -> None:
+    """Of failures in other groups, where the rank may have gone on, only those that can be why this call
+    ``has_failed``.
+    """
     failures = {}
     for rank, member in enumerate(call.group.members):
         key = f"allgrad/raised/{member}"
         if rank != call.rank and store.check([key]):
-            when, text = store.get(key).decode("utf-8", errors="replace").split("\n", 1)
-            failures[rank] = (float(when), text)
+            when, group, text = store.get(key).decode("utf-8", errors="replace").split("\n", 2)
+            if group in {"", call.group.name} or (
+                has_failed and store.check([ended_ranks.ended_key(member)])
+            ):
+                failures[rank] = (float(when), text)
     if failures:
         first = min(failures, key=lambda rank: failures[rank][0])
         raise raised_on(call, first, failures[first][1])
@@ -162,12 +170,14 @@ def explain(
         brought = wait_spec.describe(call, alike)
         roll_call = partial(_call_roll, call, trouble, waited, limit, brought)
         store = call.group.process_group.get_group_store()
-        return ask(store, roll_call, _ROLL_CALL_SECONDS + _STORE_SECONDS)
+        found = ask(store, roll_call, _ROLL_CALL_SECONDS + _STORE_SECONDS)
     except AllgradError as published:
-        return published
-    except RuntimeError as found:
-        silent = isinstance(found, StoreSilent)
+        found = published
+    except RuntimeError as no_answer:
+        silent = isinstance(no_answer, StoreSilent)
         return _without_store(call, waited, "does not answer" if silent else "is gone")
+    ended_ranks.publish(found)
+    return found
 
 
 def _without_store(call: Call, waited: float, state: str) -> RankLost:
@@ -206,13 +216,13 @@ def _without_store(call: Call, waited: float, state: str) -> RankLost:
 
 def _call_roll(
     call: Call, trouble: str, waited: float, limit: float | None, brought: str
-) -> Exception:
+) -> AllgradError:
     store, world = call.group.process_group.get_group_store(), world_store()
     store.set(f"allgrad/roll/{call.rank}", f"{waited:.3f} {trouble} in {brought}")
     until = time.monotonic() + _ROLL_CALL_SECONDS
     while True:
         if world is not None:
-            _raise_published(call, world)
+            _raise_published(call, world, has_failed=True)
         present = _present(call, store)
         absent = [rank for rank in range(call.size) if rank not in present]
         # Nobody waits for a process that is known to be gone.

@@ -20,7 +20,7 @@ from allgrad._core.torch_internals import (
     AllgatherOptions,
     ReduceScatterOptions,
 )
-from allgrad._wire import deadline, diagnosis, watchdog
+from allgrad._wire import deadline, diagnosis, ended_ranks, watchdog
 from allgrad.errors import RankRaised
 
 if TYPE_CHECKING:
@@ -312,6 +312,7 @@ def _end(call: Call, works: Sequence[Any]) -> None:
     except RankRaised as error:
         found = watchdog.take_found()
         if found is None:
+            ended_ranks.publish(error)
             raise
         raise found from error
     finally:

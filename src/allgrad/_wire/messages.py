@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allgrad._wire import deadline, diagnosis, watchdog
+from allgrad._wire import deadline, diagnosis, ended_ranks, watchdog
 from allgrad._wire.codec import DTYPES
 from allgrad._wire.wait_spec import nest_code
 from allgrad.errors import RankRaised
@@ -173,6 +173,7 @@ def wait(call: Call, alike: Alike | None, works: Sequence[Any]) -> None:
         if found is not None:
             raise found from error
         if isinstance(error, RankRaised):
+            ended_ranks.publish(error)
             raise
         waited = time.monotonic() - began
         raise diagnosis.explain(call, error, waited, deadline.STATE.seconds, alike) from error

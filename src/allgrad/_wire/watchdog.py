@@ -5,7 +5,7 @@ one call wait for each other; so do ranks that call different collectives, or na
 A thread of each process looks once a second. While this rank waits, it writes into the group's store
 which call that is and what the rank brought, and reads what some other ranks wrote. A difference in the
 call of the same number ends the wait, on every rank; so do waits in two groups that cross (``crossed_waits``),
-and waits for a rank that was ended so in another group (``ended_ranks``).
+and waits for a rank that ended with an error in another group (``ended_ranks``).
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _compare(waiting: tuple[Call, Alike | None, float]) -> None:
 
 def _end(call: Call, error: AllgradError) -> None:
     STATE.found = error
-    diagnosis.publish_failure(error)
+    diagnosis.publish_failure(error, call.group)
     ended_ranks.publish(error)
     deadline.close_connections(call)
 
