@@ -1,11 +1,13 @@
 """A loss that a loop repeats sends its row with the first gather: a message less, and the same errors."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 
 import allgrad as ag
+from allgrad.collectives.all_reduce import all_reduce
 from allgrad.errors import AllgradError, PieceMismatch
 from allgrad.losses import (
     KeyQueue,
@@ -131,3 +133,26 @@ def test_only_what_followed_twice_is_expected():
     assert history.expected() is None
     history.forget()
     assert not history.after
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_that_fails_alone_expects_what_the_others_do(rank, world):
+    """Interrupted after its last message, while the others go on."""
+    query, key, ids = inputs(2, rank)
+    steps = (
+        partial(supcon_loss, query, key, SCALE, ids, ids),
+        partial(multiple_negatives_loss, query, key, SCALE),
+    )
+    want = [[step() for step in steps] for _ in range(5)][-1]
+
+    def interrupted(*args, **options):
+        all_reduce(*args, **options)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr("allgrad.losses._global_mean.all_reduce", interrupted)
+        with pytest.raises(KeyboardInterrupt) if rank == 1 else nullcontext():
+            steps[0]()
+    assert messages(lambda: torch.testing.assert_close(steps[1](), want[1])) == 2
+    assert messages(lambda: torch.testing.assert_close(steps[0](), want[0])) == 2

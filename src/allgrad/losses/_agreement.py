@@ -9,6 +9,7 @@ that is expected sends its row with the first gather instead (_expected_calls).
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,7 +26,7 @@ from allgrad.losses._expected_calls import Changed, history_of, send_other_row
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from allgrad.losses._expected_calls import ExpectedCall
+    from allgrad.losses._expected_calls import ExpectedCall, History
     from allgrad.types import GroupLike
 
 __all__ = ["Agreement", "CallSpec", "agree", "agree_and", "require"]
@@ -47,19 +48,27 @@ class CallSpec(NamedTuple):
     counts: tuple[int, ...]  # what may differ
 
 
-class Agreement(NamedTuple):
+@dataclass(slots=True)
+class Agreement:
     """What every rank knows afterwards."""
 
     rank: int
     counts: tuple[tuple[int, ...], ...]  # by rank
     call: ExpectedCall | None = None  # None for one rank alone
     row: Tensor | None = None  # of this rank, to be sent with the first gather
+    history: History | None = None
+    is_confirmed: bool = False  # the first gather has come: every rank makes this call
 
-    def confirm(self, received: Tensor) -> None:
+    def confirm(self, received: Tensor | None) -> None:
         """Raise ``Changed`` unless the rows of all ranks, joined, are those that were expected."""
-        assert self.call is not None
-        if received.tolist() != self.call.words.tolist():
-            raise Changed
+        if received is not None:
+            assert self.call is not None
+            assert self.history is not None
+            if received.tolist() != self.call.words.tolist():
+                raise Changed
+            if not self.is_confirmed:
+                self.history.came(self.call)
+        self.is_confirmed = True
 
     def column(self, number: int) -> tuple[int, ...]:
         """One of the counts, by rank."""
@@ -109,17 +118,17 @@ def agree_and(
     agreed = agree(name, arguments, check, group, expects=True)
     history = history_of(resolve(name, group).group)
     try:
-        found = compute(agreed)
+        return compute(agreed)
     except Changed:
         return compute(agree(name, arguments, check, group, is_changed=True))
     except InputError:
         raise
     except BaseException:
-        history.forget()
+        # Once the gather has come, all ranks remember the same call, also where one of them alone fails
+        # after its last message (test_a_rank_that_fails_alone_expects_what_the_others_do).
+        if not agreed.is_confirmed:
+            history.forget()
         raise
-    if agreed.row is not None and agreed.call is not None:
-        history.came(agreed.call)
-    return found
 
 
 def agree(
@@ -164,7 +173,7 @@ def agree(
         if expected is not None and expected.payload is not None and not is_changed:
             row = torch.tensor(words, dtype=torch.int64)
             if expects and words == expected.row(call.rank).tolist():
-                return Agreement(call.rank, expected.counts, expected, row)
+                return Agreement(call.rank, expected.counts, expected, row, history)
             send_other_row(row, expected.payload, call.rank, group)
         row = torch.tensor([words], dtype=torch.int64, device=device)
         received = all_gather(row, sizes="equal", group=group, grad="none").tolist()

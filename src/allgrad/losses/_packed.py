@@ -80,7 +80,7 @@ class Packing:
 
     def gather_apart(self, group: GroupLike) -> list[Tensor]:
         """Each part of all ranks, a message for each: torch.func has no bytes of another dtype."""
-        return [
+        found = [
             all_gather(
                 part.own,
                 sizes=part.rows,
@@ -89,10 +89,14 @@ class Packing:
             )
             for part in self.parts
         ]
+        self.agreed.confirm(None)
+        return found
 
     def confirm(self, received: Tensor) -> None:
         """Raise ``Changed`` if the rows of all ranks are not those that were expected."""
-        if self.agreed.row is not None:
+        if self.agreed.row is None:
+            self.agreed.confirm(None)
+        else:
             pieces = received.detach().split(self.sizes)
             rows = [piece[-counts[-1] :] for piece, counts in zip(pieces, self.counts, strict=True)]
             self.agreed.confirm(torch.cat(rows).view(torch.int64))
