@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import allgrad as ag
-from allgrad._wire import algorithms, watchdog
+from allgrad._wire import algorithms, ended_ranks, primitives, watchdog
 from allgrad.errors import AllgradError
 from allgrad.testing import run_ranks
 from allgrad.testing.pool import Pool
@@ -163,8 +163,22 @@ def test_a_late_rank_is_no_mismatch_in_any_algorithm(late):
     assert all(len(by_rank) == sum(map(len, algorithms.TABLE.values())) for by_rank in found)
 
 
+@pytest.mark.ranks(3)
+def test_late_between_checks(rank, world):
+    """Rank 2 is late after the ranks agreed: rank 1 waits for it, rank 0 for the next agreement."""
+    x, run = torch.ones(2), primitives._run
+    ag.all_reduce(x)
+    with ag.checked(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchdog, "_LOOK_EVERY", 0.05)
+        time.sleep(1)  # the last look of the old kind
+        if rank == 2:
+            patch.setattr(primitives, "_run", lambda *given: time.sleep(1) or run(*given))
+        ag.shift(x, sizes="equal", wrap=False)
+        assert ag.all_reduce(x).tolist() == [3.0, 3.0]
+
+
 def cross(kind):
-    rank = dist.get_rank()
+    rank, ended_ranks._GRACE = dist.get_rank(), 0.5  # ranks of this test alone
     groups = {
         "world": dist.group.WORLD,
         "pair": dist.new_group([0, 1]),

@@ -31,7 +31,7 @@ from allgrad._wire import diagnosis, eager, observers
 from allgrad._wire import primitives as wire
 from allgrad._wire.calls import UNKNOWN_SHAPES, call_site, describe_calls
 from allgrad._wire.codec import DTYPES, HEADER_WORDS, Reader, Writer
-from allgrad._wire.groups import Backend
+from allgrad._wire.groups import AGREEMENT, Backend
 from allgrad.errors import CollectiveMismatch, ModeError, rank_table
 
 if TYPE_CHECKING:
@@ -250,6 +250,9 @@ def report_failure(call: Call, error: BaseException) -> None:
 def _agree(
     call: Call, mine: CallSpec, device: torch.device, planned: WireCall | None = None
 ) -> None:
+    # Counted as a call: other ranks may still wait in the one before (test_late_between_checks).
+    call.group.calls += 1
+    call.group.doing = AGREEMENT, -1
     row = torch.tensor(mine.encode(call.size), dtype=torch.int64)
     rows = _gathered(call, row, device)
     different = rows != row

@@ -18,7 +18,7 @@ import itertools
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from allgrad._wire.groups import calls_made, world_rank, world_store
+from allgrad._wire.groups import AGREEMENT, calls_made, world_rank, world_store
 from allgrad.errors import CollectiveMismatch
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["find"]
 
-_NEED_ALL = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
+_NEED_ALL = frozenset({"all_reduce", "all_gather", "reduce_scatter", AGREEMENT})
 _looks = itertools.count(1)
 # In place of the number of a look: this rank found a crossing and waits no more. Of the calls made, the
 # message then has only those before the other rank's call.

@@ -39,6 +39,7 @@ GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] |
 ReduceOpLike: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 _CPU = torch.device("cpu")
+AGREEMENT = "agreement"  # of checked mode, among the operations of a group
 
 
 class Backend(enum.Enum):

@@ -205,6 +205,8 @@ def overwrite(call: Call, x: Tensor, src: int) -> Callable[[], None]:
 
 
 def _start_overwriting(call: Call, x: Tensor, src: int) -> Callable[[], None]:
+    call.group.calls += 1
+    call.group.doing = "broadcast", src
     if not observers.is_observed() or call.size == 1:
         return eager.start_overwriting(call, x, src)
     begin = partial(eager.start_overwriting, call, x, src)

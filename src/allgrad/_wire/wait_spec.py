@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias, Union
 from torch import Tensor
 
 from allgrad._wire.calls import describe_shapes
+from allgrad._wire.groups import AGREEMENT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,6 +38,8 @@ _EXCHANGE = re.compile(r"(.*) sending ([\d, ]*) receiving ([\d, ]*)")
 def describe(call: Call, alike: Alike | None) -> str:
     """The call in words: its name, what it does on the wire, and what this rank brought to it."""
     operation, root = call.group.doing
+    if operation == AGREEMENT:  # in which ranks compare their calls themselves
+        return "checked: the ranks agree on their calls"
     does = "" if operation == call.name else f" ({operation})"
     ends = "" if root < 0 else f" {'to' if operation == 'reduce' else 'from'} rank {root}"
     head = f"{call.name}{does}{ends}"
