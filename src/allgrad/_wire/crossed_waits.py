@@ -6,7 +6,7 @@
 Neither comes to the other's call: in no group is there a difference, and no rank is missing. While it
 waits, each rank writes into the world's store in which call of which group, and how many calls of each
 group it has made. A wait that another rank of the group cannot end, because it waits for this rank
-itself, is over.
+itself, or for one that does, and so on, is over.
 
 Nothing is said of a process with several threads, one of which may still come, nor of calls that do not
 need every rank.
@@ -15,8 +15,9 @@ need every rank.
 from __future__ import annotations
 
 import itertools
+import random
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from allgrad._wire.groups import AGREEMENT, calls_made, world_rank, world_store
 from allgrad.errors import CollectiveMismatch
@@ -67,6 +68,8 @@ class _Wait(NamedTuple):
 # What was read at the last look, by rank of the world. A wait counts when it was there at two looks, or
 # when its own rank found that it crosses another: that rank may not look a second time.
 _seen: dict[int, _Wait] = {}
+_ASKED = 8  # ranks of another group, and
+_MOST = 64  # of all: the store must not grow slow in a large world
 
 
 def find(call: Call, asked: Sequence[int]) -> CollectiveMismatch | None:
@@ -74,37 +77,79 @@ def find(call: Call, asked: Sequence[int]) -> CollectiveMismatch | None:
     store = world_store()
     if store is None or not _needs_all(call) or _other_threads():
         return None
-    made = calls_made()
     own, members = call.group.name, call.group.members
-    mine = _Wait(next(_looks), own, call.group.calls, call.name, members, made)
+    mine = _Wait(next(_looks), own, call.group.calls, call.name, members, calls_made())
     store.set(_key(world_rank()), mine.encode())
-    for rank in asked:
-        other, key = members[rank], _key(members[rank])
-        if not store.check([key]):
-            continue
-        wait = _Wait.decode(store.get(key).decode("utf-8", errors="replace"))
-        before, _seen[other] = _seen.get(other), wait
+    circle = _circle(_Waits(store, mine), mine, [members[rank] for rank in asked])
+    if not circle:
+        return None
+    last = circle[-1][1]  # whose rank waits for this one
+    crossed = {last.group: last.number - 1}
+    store.set(_key(world_rank()), mine._replace(look=_OVER, made=crossed).encode())
+    ranks = [world_rank(), *(rank for rank, _ in circle)]
+    rows = zip(ranks, [mine, *(wait for _, wait in circle)], strict=True)
+    listed = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return CollectiveMismatch(
+        f"{call.name}: ranks {listed} wait for each other in calls of different groups.\n"
+        + "".join(
+            f"  rank {rank}: {wait.name}, call {wait.number} of group {wait.group} {wait.members}\n"
+            for rank, wait in rows
+        )
+        + "Make the calls of all groups in one order on every rank; in backward, inside a lockstep "
+        "block."
+    )
+
+
+class _Waits:
+    """What other ranks wrote, each read once in a look."""
+
+    def __init__(self, store: Any, mine: _Wait) -> None:
+        self.mine = mine
+        self._store = store
+        self._read: dict[int, tuple[_Wait, bool] | None] = {}
+
+    def of(self, rank: int) -> tuple[_Wait, bool] | None:
+        """The wait of a rank of the world, and whether it was there at the last look too."""
+        if rank not in self._read and len(self._read) < _MOST:
+            self._read[rank] = self._ask(rank)
+        return self._read.get(rank)
+
+    def _ask(self, rank: int) -> tuple[_Wait, bool] | None:
+        if not self._store.check([_key(rank)]):
+            return None
+        wait = _Wait.decode(self._store.get(_key(rank)).decode("utf-8", errors="replace"))
+        before, _seen[rank] = _seen.get(rank), wait
         again = before is not None and before[1:4] == wait[1:4] and before.look < wait.look
-        # Of this very call, not of an earlier one that somebody caught.
-        over = wait.look == _OVER and wait.made == {own: mine.number - 1}
-        if (
-            (again or over)
-            and wait.group != own
-            and world_rank() in wait.members
-            and wait.made.get(own, 0) < mine.number
-            and made.get(wait.group, 0) < wait.number
-        ):
-            crossed = {wait.group: wait.number - 1}
-            store.set(_key(world_rank()), mine._replace(look=_OVER, made=crossed).encode())
-            return CollectiveMismatch(
-                f"{call.name}: ranks {world_rank()} and {other} wait for each other in calls of "
-                "different groups.\n"
-                f"  rank {world_rank()}: {mine.name}, call {mine.number} of group {own} {members}\n"
-                f"  rank {other}: {wait.name}, call {wait.number} of group {wait.group} {wait.members}\n"
-                "Make the calls of all groups in one order on every rank; in backward, inside a "
-                "lockstep block."
-            )
-    return None
+        return wait, again
+
+
+def _circle(waits: _Waits, wait: _Wait, asked: Sequence[int]) -> list[tuple[int, _Wait]]:
+    """Ranks that wait for each other, from one that ``wait`` is for to one that waits for this rank."""
+    here, seen = world_rank(), {world_rank()}
+    paths: list[list[tuple[int, _Wait]]] = [[]]
+    for path in paths:
+        target = path[-1][1] if path else wait
+        others = (
+            asked if not path else random.sample(target.members, min(_ASKED, len(target.members)))
+        )
+        for rank in others:
+            found = None if rank in seen else waits.of(rank)
+            if found is None or not _holds_up(target, *found):
+                continue
+            seen.add(rank)
+            longer = [*path, (rank, found[0])]
+            if here in found[0].members and _holds_up(found[0], waits.mine, again=True):
+                return longer
+            paths.append(longer)
+    return []
+
+
+def _holds_up(target: _Wait, wait: _Wait, again: bool) -> bool:
+    """Whether the rank of ``wait`` does not come to the call of ``target`` as long as it waits."""
+    # Of this very call, not of an earlier one that somebody caught.
+    over = wait.look == _OVER and wait.made == {target.group: target.number - 1}
+    comes_later = wait.made.get(target.group, 0) < target.number
+    return wait.group != target.group and comes_later and (again or over)
 
 
 def _key(rank: int) -> str:
