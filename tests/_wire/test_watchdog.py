@@ -32,6 +32,7 @@ SIZES = {
     "all_to_all, more": lambda odd: exchange(2 + odd),
     "all_to_all, less": lambda odd: exchange(2 - odd),
     "all_to_all, nothing": lambda odd: exchange(2 - 2 * odd),
+    "all_to_all, repeated": lambda odd: repeat_then_differ(odd),  # noqa: PLW0108
     "shift": lambda odd: ag.shift(torch.ones(2), sizes=(2 - odd, 2)),
     "gather": lambda odd: ag.gather(torch.ones(2 + odd), sizes=(2, 2 + odd)),
     "keys, one rank compiled": lambda odd: compiled_if(odd)({"ab"[odd]: torch.ones(3)}),
@@ -51,6 +52,13 @@ def keys_in_backward(nest):
 def exchange(coming):
     sizes = (2, coming) if dist.get_rank() == 0 else (coming, 2)
     return ag.all_to_all(torch.ones(4), send_sizes=(2, 2), recv_sizes=sizes)
+
+
+def repeat_then_differ(odd):
+    """Both ranks bring what all of them have brought before, but not the same."""
+    with algorithms.using(all_to_all="repeated"):
+        for size in (4, 600, 4, 600, 4, 4 if odd else 600):
+            ag.all_to_all(torch.ones(size), send_sizes="equal")
 
 
 def make_unequal(name):

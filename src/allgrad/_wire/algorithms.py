@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from allgrad._core.partition import even
-from allgrad._wire import across_hosts, costs, eager, pairwise
+from allgrad._wire import across_hosts, costs, eager, pairwise, repeated
 from allgrad._wire import point_to_point as p2p
 from allgrad._wire.costs import Cost
 from allgrad._wire.groups import Backend
@@ -55,6 +55,7 @@ STAR_SUM = COPIES_PIECE = 256 * KiB  # of one rank's piece
 STAR_SUM_OF_TWO = 4 * MiB
 STAR_SUM_CROWDED = 1 * MiB  # where ranks outnumber cores: few messages matter more than busy ranks
 EXCHANGE_BLOCK = 128 * KiB  # between two ranks
+REPEATED_BLOCK = 64 * KiB  # of larger ones, receives must be announced first between hosts
 PART = 64 * KiB  # of a block: larger ones travel by themselves rather than being put in order
 LINEAR_TOTAL = 4 * MiB
 FLAT_TOTAL = 64 * KiB  # of all ranks together, where hosts are several
@@ -258,6 +259,12 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
             pairwise.all_to_all_in_turns,
             _in_turns,
             costs.pairwise_in_turns,
+        ),
+        Algorithm(
+            "repeated",
+            repeated.all_to_all,
+            lambda s: s.gloo and s.equal and s.hosts > 1 and s.piece <= s.ranks * REPEATED_BLOCK,
+            costs.backend_all_to_all,
         ),
         Algorithm(
             "receives_first",

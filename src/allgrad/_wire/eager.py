@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from allgrad._wire.calls import Call
     from allgrad._wire.groups import Group
+    from allgrad._wire.wait_spec import Alike
 
 __all__ = [
     "CAN_ADD",
@@ -147,6 +148,8 @@ def all_to_all(
     receive: Sequence[int],
     equal: bool = False,
     _peers: object = None,
+    *,
+    alike: Alike | None = None,
 ) -> Tensor:
     if equal:  # without counts: handing those over would take longer than all else
         out, send, receive = torch.empty_like(x), _NO_COUNTS, _NO_COUNTS
@@ -157,13 +160,13 @@ def all_to_all(
         into, sent = _as_bytes(out), _as_bytes(x)
         width = prod(x.shape[1:]) * x.element_size()
         send, receive = [n * width for n in send], [n * width for n in receive]
-    _call(call, "alltoall_base", _EXCHANGES, into, sent, receive, send)
+    _call(call, "alltoall_base", _EXCHANGES, into, sent, receive, send, alike=alike)
     return out
 
 
-def all_to_all_equal(call: Call, x: Tensor) -> Tensor:
-    """Blocks of one size."""
-    return all_to_all(call, x, _NO_COUNTS, _NO_COUNTS, equal=True)
+def all_to_all_equal(call: Call, x: Tensor, alike: Alike | None = None) -> Tensor:
+    """Blocks of one size; ``alike`` fits what the other ranks bring, if all is well."""
+    return all_to_all(call, x, _NO_COUNTS, _NO_COUNTS, equal=True, alike=alike)
 
 
 # ---- all_gather ------------------------------------------------------------------------------
@@ -242,21 +245,23 @@ def reduce_scatter_by_exchange(call: Call, x: Tensor, counts: Sequence[int]) -> 
 # ---- what they share -------------------------------------------------------------------------
 
 
-def _call(call: Call, method: str, options: tuple[Any, Any], *args: Any) -> None:
+def _call(
+    call: Call, method: str, options: tuple[Any, Any], *args: Any, alike: Alike | None = None
+) -> None:
     """Make one call of the process group and wait for it."""
     group, watched = call.group, watchdog.STATE
     if watched.thread is None or not (group.registered and deadline.STATE.no_deadline):
-        _run(call, partial(_begin_one, group, method, options, args))
+        _run(call, partial(_begin_one, group, method, options, args), alike)
         return
     begin = getattr(group.process_group, method)
     began = time.monotonic()
-    watched.waiting = call, None, began
+    watched.waiting = call, alike, began
     try:
         work = begin(*args, options[False])
         if work is not None:
             work.wait()
     except RuntimeError as error:
-        raise _explained(call, error, began) from error
+        raise _explained(call, error, began, alike) from error
     finally:
         watched.waiting = None
 
@@ -267,23 +272,23 @@ def _begin_one(
     return getattr(group.process_group, method)(*args, options[later])
 
 
-def _run(call: Call, start: Callable[[bool], Any]) -> None:
+def _run(call: Call, start: Callable[[bool], Any], alike: Alike | None = None) -> None:
     """Make one call of the backend and wait for it; ``start(True)`` gives what to wait for."""
     if not deadline.STATE.no_deadline:
-        _end(call, _begin(call, lambda: [start(True)]))
+        _end(call, _begin(call, lambda: [start(True)]), alike)
         return
     if not call.group.registered:
         deadline.prepare(call)
     if watchdog.STATE.thread is None:
         watchdog.start()
     began = time.monotonic()
-    watchdog.STATE.waiting = call, None, began
+    watchdog.STATE.waiting = call, alike, began
     try:
         work = start(False)
         if work is not None:
             work.wait()
     except RuntimeError as error:
-        raise _explained(call, error, began) from error
+        raise _explained(call, error, began, alike) from error
     finally:
         watchdog.STATE.waiting = None
 
@@ -299,16 +304,16 @@ def _begin(call: Call, start: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         raise _explained(call, error, began) from error
 
 
-def _end(call: Call, works: Sequence[Any]) -> None:
+def _end(call: Call, works: Sequence[Any], alike: Alike | None = None) -> None:
     """Wait for all of them, as long as the deadline allows."""
     began = time.monotonic()
     if deadline.STATE.seconds is None:
-        watchdog.STATE.waiting = call, None, began
+        watchdog.STATE.waiting = call, alike, began
     try:
         for work in works:
             deadline.wait(call, work)
     except RuntimeError as error:
-        raise _explained(call, error, began) from error
+        raise _explained(call, error, began, alike) from error
     except RankRaised as error:
         found = watchdog.take_found()
         if found is None:
@@ -319,9 +324,11 @@ def _end(call: Call, works: Sequence[Any]) -> None:
         watchdog.STATE.waiting = None
 
 
-def _explained(call: Call, error: RuntimeError, began: float) -> Exception:
-    waited = time.monotonic() - began
-    return watchdog.take_found() or diagnosis.explain(call, error, waited, deadline.STATE.seconds)
+def _explained(
+    call: Call, error: RuntimeError, began: float, alike: Alike | None = None
+) -> Exception:
+    waited, seconds = time.monotonic() - began, deadline.STATE.seconds
+    return watchdog.take_found() or diagnosis.explain(call, error, waited, seconds, alike)
 
 
 def _movable(x: Tensor) -> Tensor:

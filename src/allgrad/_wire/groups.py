@@ -21,6 +21,8 @@ from allgrad._core.torch_internals import (
 from allgrad.errors import GroupError
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from allgrad._wire.topology import Topology
 
 __all__ = [
@@ -58,8 +60,8 @@ class Group:
 
     __slots__ = (
         *("__weakref__", "_device_types", "_name", "_ref"),
-        *("backends", "calls", "doing", "exchanged", "exchanges", "order", "orders", "rank"),
-        *("registered", "size", "thread", "topology"),
+        *("backends", "calls", "doing", "exchanged", "exchanges", "last_exchange", "order"),
+        *("orders", "rank", "registered", "size", "successors", "thread", "topology"),
     )
 
     def __init__(
@@ -77,6 +79,8 @@ class Group:
         self.doing = "", -1  # the last of them, and its src or dst
         self.exchanges = 0  # how many of them were pairwise all_to_alls
         self.exchanged: tuple[Any, ...] | None = None  # the last one with counts (wait_spec)
+        self.last_exchange: Hashable = None  # of equal blocks,
+        self.successors: dict[Hashable, Hashable] = {}  # and which one came after which (repeated)
         self.orders: dict[torch.device, Any] = {}  # how calls go backward (call_order)
         self.order: Any = None  # the one of tensors on the host,
         self.thread = 0  # and the thread that made its calls

@@ -13,7 +13,7 @@ from allgrad._wire.wait_spec import nest_code
 from allgrad.errors import RankRaised
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import TypeAlias
 
     from torch import Tensor
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     # What is sent or received into, and the rank at the other end.
     Transfer: TypeAlias = tuple[Tensor, int]
+    # Blocks that can be found by rank.
+    ByRank: TypeAlias = Sequence[Tensor] | Mapping[int, Tensor]
 
 __all__ = ["exchange", "start", "start_exchange", "start_unsized", "wait"]
 
@@ -57,8 +59,8 @@ def start_unsized(
 def start_exchange(  # noqa: PLR0917
     call: Call,
     row: tuple[torch.dtype, Sequence[int]],
-    pieces: Sequence[Tensor],
-    blocks: Sequence[Tensor],
+    pieces: ByRank,
+    blocks: ByRank,
     peers: tuple[Sequence[int], Sequence[int]],
     number: int,
     receives_first: bool = False,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from allgrad._wire.calls import Call
+    from allgrad._wire.messages import ByRank
     from allgrad._wire.wait_spec import Alike
 
     # The ranks that this one sends to and receives from; all if none are named.
@@ -76,7 +77,8 @@ def all_to_all(  # noqa: PLR0917
     if equal:
         out = torch.empty_like(x)
         by_rank = call.size, x.numel() // call.size
-        pieces, blocks = x.view(by_rank).unbind(), out.view(by_rank).unbind()
+        pieces: ByRank = x.view(by_rank).unbind()
+        blocks: ByRank = out.view(by_rank).unbind()
         row: tuple[torch.dtype, Sequence[int]] = x.dtype, ()
         alike: Alike = x
     else:
@@ -88,7 +90,8 @@ def all_to_all(  # noqa: PLR0917
             post = exchange if receives_first else start
             _exchange_parts(call, (x, send, receive), out, parts, post)
             return out
-        pieces, blocks = x.split_with_sizes(send), out.split_with_sizes(receive)
+        to, sources = (None, None) if peers is None else peers
+        pieces, blocks = _blocks(x, send, to, mine), _blocks(out, receive, sources, mine)
         row, alike = (x.dtype, shape), (x, send, receive)
     if peers is None:
         peers = _around(range(call.size), mine)
@@ -98,6 +101,14 @@ def all_to_all(  # noqa: PLR0917
     blocks[mine].copy_(pieces[mine])
     wait(call, alike, works)
     return out
+
+
+def _blocks(x: Tensor, counts: Sequence[int], ranks: Sequence[int] | None, own: int) -> ByRank:
+    """The blocks of ``x`` by rank; where only a few are sent or received, these and the own one."""
+    if ranks is None or len(ranks) + 1 >= len(counts):
+        blocks: Sequence[Tensor] = x.split_with_sizes(counts)
+        return blocks
+    return {rank: x.narrow(0, sum(counts[:rank]), counts[rank]) for rank in (own, *ranks)}
 
 
 def all_to_all_receives_first(  # noqa: PLR0917

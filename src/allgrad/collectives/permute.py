@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
+from allgrad._autograd.transforms import apply
 from allgrad._core.partition import Partition, unpack
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import check_grad, check_rank, describe, named
+from allgrad.collectives._pair_cache import hashable, recall
 from allgrad.collectives._size_exchange import held_pieces
 from allgrad.errors import GroupError, InputError
 
@@ -137,6 +139,12 @@ def shift(
 
     Cost: as ``permute``.
     """
+    key = None
+    if sizes is not None:
+        key = ("shift", x, group, type(offset), offset, wrap, dim, hashable(sizes), grad)
+        known = None if async_op else recall(*key)
+        if known is not None:
+            return apply(known, (x,), stop=grad == "none")[0]
     call = wire.resolve(
         "shift", group, lambda: describe(x, dim, given=f"offset={offset}, wrap={wrap}, dim={dim}")
     )
@@ -155,6 +163,7 @@ def shift(
         lambda part: permute_pair(call, part, *to),
         stop=stop,
         async_op=async_op,
+        key=key,
     )
 
 
@@ -176,11 +185,12 @@ def permute_pair(call: Call, partition: Partition, *destinations: int) -> Adjoin
     )
     after = Partition(partition.dims, tuple(arriving))
     end, source = destinations[call.rank], back[call.rank]
+    nobody = [0] * call.size
 
     def move(
         xs: Sequence[Tensor], end: int, source: int, partition: Partition, result: Partition
     ) -> list[Tensor]:
-        send, receive = [0] * call.size, [0] * call.size
+        send, receive = nobody.copy(), nobody.copy()
         if end >= 0:
             send[end] = partition.counts(xs)[call.rank]
         if source >= 0:

@@ -62,13 +62,16 @@ _CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+_BETWEEN_HOSTS = frozenset({"across_hosts", "repeated"})
+
+
 def cells(sizes: Sequence[int]) -> list[Cell]:
     """Every algorithm that can run on one host, at these sizes."""
     return [
         Cell(operation, entry.name, nbytes)
         for operation, entries in algorithms.TABLE.items()
         for entry in entries
-        if entry.name != "across_hosts"
+        if entry.name not in _BETWEEN_HOSTS
         for nbytes in sizes
     ]
 
