@@ -168,9 +168,13 @@ def _reduce_pieces(
 @makes_pair("broadcast")
 def _sum_pair(call: Call, root: int, divided_by: int = 1) -> AdjointPair:
     def send(xs: Sequence[Tensor]) -> list[Tensor]:
+        if divided_by == 1 and len(xs) == 1:  # most calls, without packing
+            return [wire.broadcast(call, xs[0], root)]
         return _divided(wire.broadcast(call, pack(xs), root), xs, divided_by)
 
     def collect(xs: Sequence[Tensor]) -> list[Tensor]:
+        if divided_by == 1 and len(xs) == 1:
+            return [wire.reduce(call, xs[0], root)]
         return _divided(wire.reduce(call, pack(xs), root), xs, divided_by)
 
     made = Made("broadcast", call, (root, divided_by))
