@@ -110,6 +110,28 @@ def make_different(name, lockstep):
         return f"{type(error).__name__}: {error}"
 
 
+def cross_with_empty_pieces():
+    """One rank scatters in a second backward, the other gathers in a first: all pieces are empty."""
+    x = torch.empty(0, 3, requires_grad=True)
+    first, second = (ag.scatter(x * x, src=0, sizes=(0, 0)) for _ in range(2))
+    w = torch.ones_like(first).requires_grad_()
+    (gradient,) = torch.autograd.grad((first * w).sum(), x, create_graph=True)
+    try:
+        if dist.get_rank():
+            second.sum().backward()
+        else:
+            gradient.sum().backward(inputs=[w])
+    except AllgradError as error:
+        dist.destroy_process_group()
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.timeout(60)
+def test_crossing_with_empty_pieces_does_not_wait_for_ever():
+    found = run_ranks(cross_with_empty_pieces, 2, timeout=30)
+    assert all("sending 0, 0 receiving 0, -" in text for text in found), found
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(

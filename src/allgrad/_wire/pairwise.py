@@ -18,16 +18,13 @@ from allgrad._wire.point_to_point import _around, _reduce_own_block
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import Any, TypeAlias
+    from typing import Any
 
     from torch import Tensor
 
     from allgrad._wire.calls import Call
     from allgrad._wire.messages import ByRank
-    from allgrad._wire.wait_spec import Alike
-
-    # The ranks that this one sends to and receives from; all if none are named.
-    Peers: TypeAlias = tuple[Sequence[int], Sequence[int]] | None
+    from allgrad._wire.wait_spec import Alike, Peers
 
 __all__ = [
     "Parts",
@@ -85,14 +82,14 @@ def all_to_all(  # noqa: PLR0917
         shape = x.shape[1:]
         out = x.new_empty((sum(receive), *shape))
         # A rank whose own counts are met goes on. It still tells those who wait what it sent.
-        group.exchanged = group.calls, call.name, call.nest, x.dtype, shape, send, receive
+        group.exchanged = group.calls, call.name, call.nest, x.dtype, shape, send, receive, peers
         if parts is not None:
             post = exchange if receives_first else start
-            _exchange_parts(call, (x, send, receive), out, parts, post)
+            _exchange_parts(call, (x, send, receive, None), out, parts, post)
             return out
         to, sources = (None, None) if peers is None else peers
         pieces, blocks = _blocks(x, send, to, mine), _blocks(out, receive, sources, mine)
-        row, alike = (x.dtype, shape), (x, send, receive)
+        row, alike = (x.dtype, shape), (x, send, receive, peers)
     if peers is None:
         peers = _around(range(call.size), mine)
     else:
@@ -189,7 +186,7 @@ _NEXT_PART = 1 << 40  # far more than there are exchanges
 
 def _exchange_parts(
     call: Call,
-    alike: tuple[Tensor, Sequence[int], Sequence[int]],
+    alike: tuple[Tensor, Sequence[int], Sequence[int], Peers],
     out: Tensor,
     parts: tuple[Parts, Parts],
     post: Callable[..., Sequence[Any]],

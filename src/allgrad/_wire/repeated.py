@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from allgrad._wire.calls import Call
+    from allgrad._wire.wait_spec import Peers
 
 __all__ = ["all_to_all"]
 
@@ -38,7 +39,7 @@ def all_to_all(  # noqa: PLR0917
     send: Sequence[int],
     receive: Sequence[int],
     equal: bool = False,
-    peers: pairwise.Peers = None,
+    peers: Peers = None,
 ) -> Tensor:
     """Equal block ``r`` of ``x`` to rank ``r``: by the backend if this exchange repeats an earlier one."""
     if not equal:

@@ -4,6 +4,7 @@ all_reduce of (3,) float32                                       the same on eve
 all_gather of (5, 8) float32 in pieces of 2, 3                   the same on every rank
 all_reduce of (6,) float32 for ['a'], ['b'][0]                   with the keys of a nest
 all_to_all of (*, 8) float32 sending 2, 3 receiving 2, 1         one sends what the other receives
+scatter (all_to_all) of (*, 8) float32 sending -, 0 receiving -, -   an empty message, and none
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ if TYPE_CHECKING:
 
     from allgrad._wire.calls import Call
 
-__all__ = ["Alike", "all_fit", "describe", "describe_exchange", "nest_code"]
+__all__ = ["Alike", "Peers", "all_fit", "describe", "describe_exchange", "nest_code"]
 
+# The ranks that this one sends to and receives from; all if none are named.
+Peers: TypeAlias = "tuple[Sequence[int], Sequence[int]] | None"
 # A tensor that is alike on every rank, if all is well; with counts by rank that are so too; or with
 # what this rank sends to each and receives from each.
 Alike: TypeAlias = Union[
-    Tensor, "tuple[Tensor, Sequence[int]]", "tuple[Tensor, Sequence[int], Sequence[int]]"
+    Tensor, "tuple[Tensor, Sequence[int]]", "tuple[Tensor, Sequence[int], Sequence[int], Peers]"
 ]
-_EXCHANGE = re.compile(r"(.*) sending ([\d, ]*) receiving ([\d, ]*)")
+_EXCHANGE = re.compile(r"(.*) sending ([-\d, ]*) receiving ([-\d, ]*)")
 
 
 def describe(call: Call, alike: Alike | None) -> str:
@@ -47,11 +50,11 @@ def describe(call: Call, alike: Alike | None) -> str:
         return head
     if isinstance(alike, Tensor):
         return f"{head} of {describe_shapes([alike])}{_keys(call.nest)}"
-    x, *counts = alike
-    if len(counts) == 1:
-        pieces = f" in pieces of {_numbers(counts[0])}"
+    x = alike[0]
+    if len(alike) == 2:
+        pieces = f" in pieces of {_numbers(alike[1])}"
         return f"{head} of {describe_shapes([x])}{_keys(call.nest)}{pieces}"
-    return describe_exchange(call.name, call.nest, x.dtype, x.shape[1:], *counts)
+    return describe_exchange(call.name, call.nest, x.dtype, x.shape[1:], *alike[1:])
 
 
 def describe_exchange(  # noqa: PLR0917
@@ -61,13 +64,16 @@ def describe_exchange(  # noqa: PLR0917
     row: Sequence[int],
     send: Sequence[int],
     receive: Sequence[int],
+    peers: Peers,
 ) -> str:
     """The same for an exchange of rows."""
+    to, sources = (None, None) if peers is None else peers
     does = "" if name == "all_to_all" else " (all_to_all)"
     blocks = (
         f"{name}{does} of ({', '.join(['*', *map(str, row)])}) {str(dtype).removeprefix('torch.')}"
     )
-    return f"{blocks}{_keys(nest)} sending {_numbers(send)} receiving {_numbers(receive)}"
+    amounts = f"sending {_numbers(send, to)} receiving {_numbers(receive, sources)}"
+    return f"{blocks}{_keys(nest)} {amounts}"
 
 
 def all_fit(brought: Mapping[int, str]) -> bool:
@@ -107,5 +113,7 @@ def _parsed(text: str) -> tuple[str, list[str], list[str]]:
     return found[1], found[2].split(", "), found[3].split(", ")
 
 
-def _numbers(counts: Sequence[int]) -> str:
-    return ", ".join(map(str, counts))
+def _numbers(counts: Sequence[int], peers: Sequence[int] | None = None) -> str:
+    return ", ".join(
+        str(n) if peers is None or rank in peers else "-" for rank, n in enumerate(counts)
+    )
