@@ -166,6 +166,22 @@ def test_forward_mode_and_func(rank, world):
         torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, x.cos() * t * came)
 
 
+@pytest.mark.ranks(2)
+def test_compiled_around_graph_breaks(rank, world):
+    x = random((4, WIDTH), rank)
+
+    def step(x):
+        sent = dispatch(2 * x, torch.tensor([0, 1, -1, rank]), experts=2)
+        return combine(sent.tokens.sin(), sent)
+
+    eager, compiled = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, z = step(eager), torch.compile(step, backend="aot_eager")(compiled)
+    torch.testing.assert_close(z, y)
+    for made in (y, z):
+        made.square().sum().backward()
+    torch.testing.assert_close(compiled.grad, eager.grad)
+
+
 DTYPES = (torch.bfloat16, torch.complex128, torch.bool, torch.int32, torch.float8_e5m2)
 
 

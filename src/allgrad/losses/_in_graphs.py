@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 import torch
 from torch import Tensor
@@ -14,10 +14,9 @@ from allgrad._core.torch_internals import dual_level, functorch_active
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["EAGER", "in_graphs", "not_compiled"]
+__all__ = ["EAGER", "in_graphs"]
 
 P = ParamSpec("P")
-T = TypeVar("T")
 
 EAGER: dict[str, Callable[..., Tensor]] = {}  # the losses by name, as ops run them
 
@@ -30,25 +29,21 @@ def in_graphs(loss: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """
     name = loss.__name__
     EAGER[name] = loss
-    between = not_compiled(loss, "allgrad's losses run eagerly inside torch.func and lockstep")
 
     @wraps(loss)
     def call(*args: Any, **options: Any) -> Tensor:
         if not torch.compiler.is_compiling():
             return loss(*args, **options)
         if functorch_active() or dual_level() >= 0 or in_lockstep() or _any_nested(args):
-            return between(*args, **options)
+            from allgrad._autograd import graph_breaks
+
+            between: Tensor = graph_breaks.run_loss(loss, *args, **options)
+            return between
         from allgrad.losses import _graph_op
 
         return _graph_op.trace(name, args, options)
 
     return cast("Callable[P, Tensor]", call)
-
-
-def not_compiled(function: Callable[P, T], reason: str) -> Callable[P, T]:
-    """Under torch.compile, a graph break: the function runs eagerly."""
-    disable: Any = partial(torch.compiler.disable, reason=reason)
-    return cast("Callable[P, T]", disable(function))
 
 
 def _any_nested(args: tuple[Any, ...]) -> bool:

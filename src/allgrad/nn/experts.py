@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from allgrad.nn._routes import Route
 from allgrad.nn._routing import Options, choices_in_order, exchange_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from allgrad.types import GroupLike
 
 __all__ = ["Dispatched", "combine", "dispatch"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +72,10 @@ def dispatch(
     travel each to its place; elsewhere one copy puts rows in order of experts.
     """
     if torch.compiler.is_compiling():  # the counts are read on the host: a graph break
+        from allgrad._autograd import graph_breaks
+
         options = {"experts": experts, "capacity": capacity, "drop": drop, "group": group}
-        sent: Dispatched = _outside_graphs(dispatch, x, routing, **options)
+        sent: Dispatched = graph_breaks.run_routing(dispatch, x, routing, **options)
         return sent
     call = resolve("dispatch", group, lambda: describe_shapes([x], 0))
     place = Place(call.rank, call.size)
@@ -123,7 +123,9 @@ def combine(y: Tensor, sent: Dispatched, weights: Tensor | None = None) -> Tenso
     Cost: one collective each way.
     """
     if torch.compiler.is_compiling():
-        back: Tensor = _outside_graphs(combine, y, sent, weights)
+        from allgrad._autograd import graph_breaks
+
+        back: Tensor = graph_breaks.run_routing(combine, y, sent, weights)
         return back
     if y.dim() != 2 or y.shape[0] != sum(sent.counts):
         problem = PieceMismatch(
@@ -145,11 +147,6 @@ def combine(y: Tensor, sent: Dispatched, weights: Tensor | None = None) -> Tenso
     (at_slots,) = apply(route.exchange_pair(call).adjoint, [y])
     weighted = at_slots * weights.reshape(-1, 1).index_select(0, route.slots)
     return apply(route.spread_pair().adjoint, [weighted])[0]
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _outside_graphs(function: Callable[..., T], *args: Any, **options: Any) -> T:
-    return function(*args, **options)
 
 
 def _with_room(counts: Counts, capacity: int, drop: bool) -> Counts:

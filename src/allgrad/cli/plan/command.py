@@ -16,6 +16,7 @@ from allgrad._wire.groups import Backend
 from allgrad._wire.link_model import LOOPBACK, Links, predict, situation, with_given, world
 from allgrad.cli.bench.show import parse_bytes
 from allgrad.cli.plan import show
+from allgrad.cli.plan.clip_step import ClipStep
 from allgrad.errors import InputError
 
 __all__ = ["plan"]
@@ -113,8 +114,6 @@ def plan(
     if json is not None and not json.absolute().parent.is_dir():
         raise typer.BadParameter(f"There is no directory {json.parent}.", param_hint="--json")
     kind = Backend(backend.value)
-    from allgrad.cli.plan.clip_step import ClipStep  # losses load TorchDynamo
-
     step = ClipStep(pairs, width, getattr(torch, dtype.value), kind)
     console, rows, plans = Console(), [], []
     for size in worlds:

@@ -13,6 +13,7 @@ from allgrad._wire.world import rank_of, size_of
 from allgrad._wire.wrappers import DistributedDataParallel, fully_sharded
 from allgrad.containers.nests import flatten, map_tensors, unflatten
 from allgrad.errors import AllgradError, InputError
+from allgrad.nn.sync_batch_norm import convert
 from allgrad.testing.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -113,8 +114,6 @@ class Case:
         if state is not None:
             _load(plain, state)
         if sync_norms:
-            from allgrad.nn.sync_batch_norm import convert  # layers load TorchDynamo
-
             plain = convert(plain)
         return Model(plain, self._wrap(plain))
 
