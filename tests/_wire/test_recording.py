@@ -15,6 +15,7 @@ import allgrad as ag
 from allgrad._wire import calls as wire_calls
 from allgrad._wire import observers
 from allgrad.errors import InputError
+from allgrad.nn import dispatch
 from allgrad.report.load import load
 from allgrad.testing import run_ranks
 
@@ -52,6 +53,22 @@ def record_each_mode(path):
         ag.broadcast(torch.ones(5, dtype=torch.float64), src=1)
     step()  # after the block
     return observers.STATE.recorder is None
+
+
+def record_dispatch(path):
+    x = torch.ones(dist.get_rank() + 1, 2, dtype=torch.float64)
+    with ag.recorded(path):
+        dispatch(x, torch.zeros(len(x), dtype=torch.int64), experts=3)
+
+
+def test_tokens_that_travel_with_counts_are_sent_and_received_as_they_are(tmp_path):
+    run_ranks(record_dispatch, 3, str(tmp_path))
+    recording = load(tmp_path)
+    (calls,) = zip(*(described(recording, rank) for rank in range(3)), strict=True)
+    assert {call[:3] for call in calls} == {("dispatch", "all_to_all", False)}
+    heads = calls[1][4]  # nothing else comes to the second rank
+    assert [call[3] - heads for call in calls] == [16, 32, 48]
+    assert [call[4] - heads for call in calls] == [96, 0, 0]
 
 
 def test_every_call_is_recorded_forward_and_backward(tmp_path):

@@ -9,11 +9,13 @@ whose counts do not fit never exchange values, and wait until the watchdog ends 
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from allgrad._wire.messages import exchange, start, start_exchange, start_unsized, wait
+from allgrad._wire.observers import STATE
 from allgrad._wire.point_to_point import _around, _reduce_own_block
 
 if TYPE_CHECKING:
@@ -144,7 +146,8 @@ def all_to_all_unsized(
 ) -> Tensor:
     """``sends[r]`` to rank ``r``, and what it sends into ``recvs[r]``, which may be longer.
 
-    No rank sends more bytes than any receives into. ``x`` is all that is sent.
+    No rank sends more bytes than any receives into. ``x`` is all that is sent. While calls are
+    recorded, the result has as many bytes as came: messages begin with their length.
     """
     call.group.exchanges += 1
     after, before = _around(range(call.size), call.rank)
@@ -157,7 +160,10 @@ def all_to_all_unsized(
     own = sends[call.rank]
     recvs[call.rank][: own.shape[0]].copy_(own)
     wait(call, None, works)
-    return x
+    if STATE.recorder is None:
+        return x
+    lengths = [int.from_bytes(bytes(block[:8].tolist()), sys.byteorder) for block in recvs]
+    return x.new_empty(sum(lengths))
 
 
 def reduce_scatter(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:

@@ -151,8 +151,11 @@ def all_to_all_unsized(
     """``sends[r]``, flat and of bytes, to rank ``r``, which need not know its length.
 
     It comes into the beginning of ``recvs[r]``; all of these have the longest length there can be.
-    Only where ``goes_unsized``. ``x`` is the memory of all that is sent.
+    Only where ``goes_unsized``. A message begins with its length in bytes, a word of 64 bits; ``x`` is
+    the memory of all that is sent.
     """
+    if STATE.recorder is not None:  # which tells the bytes of x: memory may have gaps, or be sent twice
+        x = x.new_empty(sum([sent.shape[0] for sent in sends]))
     _dispatch(_ALL_TO_ALL_UNSIZED, call, x, (sends, recvs))
 
 
