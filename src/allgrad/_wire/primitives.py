@@ -154,7 +154,7 @@ def all_to_all_unsized(
     Only where ``goes_unsized``. A message begins with its length in bytes, a word of 64 bits; ``x`` is
     the memory of all that is sent.
     """
-    if STATE.recorder is not None:  # which tells the bytes of x: memory may have gaps, or be sent twice
+    if STATE.recorder is not None:  # it tells the bytes of x, whose memory may have gaps
         x = x.new_empty(sum([sent.shape[0] for sent in sends]))
     _dispatch(_ALL_TO_ALL_UNSIZED, call, x, (sends, recvs))
 
