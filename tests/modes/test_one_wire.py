@@ -310,7 +310,8 @@ def test_lockstep_around_a_compiled_function(rank):
     """Collectives leave the graph and run in order; under fullgraph the reason is told."""
 
     def run(x):
-        return ag.all_reduce(x.sin()).cos() + ag.all_gather(x).sum()
+        largest = ag.all_reduce(x, op="max")
+        return ag.all_reduce(x.sin()).cos() + ag.all_gather(x).sum() + largest
 
     gradients = []
     for fn in (compiled(run, fullgraph=False), run):

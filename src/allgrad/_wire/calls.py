@@ -157,15 +157,21 @@ def shapes_of_graph(free_dim: object) -> str:
 
 def of_stacked(call: Call) -> Call:
     """The same call, whose node in a graph runs on its tensors with a dimension before the first."""
-    details = call.details.replace(shapes_of_graph(None), shapes_of_graph(_STACKED))
-    return call if details == call.details else call._replace(details=details)
+    return _with_shapes(call, _STACKED)
 
 
 def of_flat(call: Call) -> Call:
     """The same call, whose nodes in a graph run on vectors: they cannot tell the caller's shapes."""
-    return call._replace(
-        details=call.details.replace(shapes_of_graph(None), shapes_of_graph(_FLAT))
-    )
+    return _with_shapes(call, _FLAT)
+
+
+def _with_shapes(call: Call, kind: str) -> Call:
+    details = call.details.replace(shapes_of_graph(None), shapes_of_graph(kind))
+    if details == call.details:
+        return call
+    # Not _replace: what TorchDynamo 2.11 makes of it outside the graph has no fields
+    # (test_lockstep_around_a_compiled_function).
+    return Call(*call[:4], details, *call[5:])
 
 
 def describe_shapes(xs: Sequence[Tensor], free_dim: int | None = None) -> str:
