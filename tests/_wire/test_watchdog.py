@@ -90,6 +90,16 @@ def unused_result(odd):
     (first.sum() if odd else first.sum() + second.sum()).backward()
 
 
+def nothing_to_send(odd):
+    """Around the whole ring nothing is sent: the rank that shifts first is one call ahead for ever."""
+    turns = [
+        lambda: ag.gather(torch.ones(1), dst=1, sizes="equal"),
+        lambda: ag.shift(torch.ones(1), offset=2, wrap=True, sizes=(1, 1)),
+    ]
+    for turn in turns[::-1] if odd else turns:
+        turn()
+
+
 DIFFERENT = {
     "src": lambda odd: ag.broadcast(torch.ones(3), src=odd),
     "op": lambda odd: ag.all_reduce(torch.ones(3), op="max" if odd else "sum"),
@@ -97,6 +107,7 @@ DIFFERENT = {
     "sizes equal": lambda odd: (
         ag.all_gather(torch.ones(3), sizes="equal") if odd else ag.all_reduce(torch.ones(3))
     ),
+    "nothing to send": nothing_to_send,
     "backward": unused_result,
 }
 

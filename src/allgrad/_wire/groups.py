@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import weakref
+from collections import deque
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -78,7 +79,7 @@ class Group:
         self.calls = 0  # on the wire, so far,
         self.doing = "", -1  # the last of them, and its src or dst
         self.exchanges = 0  # how many of them were pairwise all_to_alls
-        self.exchanged: tuple[Any, ...] | None = None  # the last one with counts (wait_spec)
+        self.exchanged: deque[tuple[Any, ...]] = deque(maxlen=4)  # those with counts (wait_spec)
         self.last_exchange: Hashable = None  # of equal blocks,
         self.successors: dict[Hashable, Hashable] = {}  # and which one came after which (repeated)
         self.orders: dict[torch.device, Any] = {}  # how calls go backward (call_order)

@@ -84,7 +84,8 @@ def all_to_all(  # noqa: PLR0917
         shape = x.shape[1:]
         out = x.new_empty((sum(receive), *shape))
         # A rank whose own counts are met goes on. It still tells those who wait what it sent.
-        group.exchanged = group.calls, call.name, call.nest, x.dtype, shape, send, receive, peers
+        about = x.dtype, shape, send, receive, peers
+        group.exchanged.append((group.calls, call.name, call.nest, *about))
         if parts is not None:
             post = exchange if receives_first else start
             _exchange_parts(call, (x, send, receive, None), out, parts, post)

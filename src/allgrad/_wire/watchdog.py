@@ -111,9 +111,10 @@ def _end(call: Call, error: AllgradError) -> None:
 
 
 def _exchanged(call: Call) -> str:
-    """The last exchange of counts that this rank made: others may still wait in it."""
-    last = call.group.exchanged
-    return "" if last is None else f"{last[0]} {wait_spec.describe_exchange(*last[1:])}"
+    """The last exchanges of counts that this rank made: others may still wait in one of them."""
+    return "\n".join(
+        f"{number} {wait_spec.describe_exchange(*about)}" for number, *about in call.group.exchanged
+    )
 
 
 def _numbered(text: str) -> tuple[int, str]:
