@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -221,6 +222,8 @@ def test_late_between_checks(rank, world):
 def cross(kind):
     watchdog._LOOK_EVERY, ended_ranks._GRACE = 0.2, 0.5  # of the ranks of this test alone
     rank, of_all = dist.get_rank(), dist.group.WORLD
+    pool = ThreadPoolExecutor(1)  # a thread that has nothing to do, and does not come
+    pool.submit(int).result()
     members = {"pair": [0, 1], "side": [1, 2], "ends": [0, 2]}
     groups = {"world": of_all} | {name: dist.new_group(ranks) for name, ranks in members.items()}
     mine = {"world", *(name for name, ranks in members.items() if rank in ranks)}

@@ -17,9 +17,17 @@ from fuzz.generate import generate
 from fuzz.misbehave import misbehave
 from fuzz.oracle import run_oracle
 from fuzz.program import Call, Change, Program
-from fuzz.ranks import COMPILING, Source, difference, perform_one, surroundings
+from fuzz.ranks import (
+    COMPILING,
+    Source,
+    cannot_be_ordered,
+    difference,
+    perform_one,
+    surroundings,
+)
 
 KINDS = ("raise", "exit", "stop", "late")
+NAMED = {"RankLate", "RankLost", "RankRaised", "CollectiveMismatch"}
 DEADLINE = 4.0
 SLOW = 4  # every rank compiles for the first time
 IN_TIME = 20.0  # the deadline, a roll call, and a slow machine
@@ -60,8 +68,12 @@ def check_fault(seed: int, *, compiled: bool = False) -> str:
     seconds = IN_TIME + SLOW * COMPILING * source.body.count("torch.compile(")
     ended = _ranks().run(perform_faulty, program.world, (source,), seconds)
     wrong = []
+    told = " ".join(f"{how['error']}: {how['text']}" for how in ended.values())
+    unordered = cannot_be_ordered([source], told)
     for r, how in ended.items():
-        if not ends_well(how["error"], kind, own=r == rank, deadline=bool(program.deadline)):
+        named = unordered and how["error"] in NAMED
+        deadline = bool(program.deadline)
+        if not (named or ends_well(how["error"], kind, own=r == rank, deadline=deadline)):
             wrong.append(f"rank {r}: {how['error']} {how['text']}")
     exact = {r: how["found"] for r, how in ended.items() if not how["error"]}
     wrong += [difference(program, expected, exact)]
@@ -84,7 +96,7 @@ def ends_well(error: str, kind: str, *, own: bool, deadline: bool) -> bool:
         return True
     if kind == "late" or (kind == "stop" and not deadline):
         return deadline and error == "RankLate"  # a busy machine makes a second longer
-    return error in {"RankLate", "RankLost", "RankRaised", "CollectiveMismatch"}
+    return error in NAMED
 
 
 def perform_faulty(source: Source) -> dict:

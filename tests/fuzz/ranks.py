@@ -98,7 +98,7 @@ def check(programs: Sequence[Program], limit: float = LIMIT) -> Iterator[Find]:
 def cannot_be_ordered(sources: Sequence[Source], how: str) -> bool:
     """Tell whether ranks say so of calls of several threads, the first such of a process."""
     threads = any("= thread(" in source.body for source in sources)
-    return threads and "allgrad.errors.CollectiveMismatch: " in how
+    return threads and "CollectiveMismatch: " in how
 
 
 def stuck(world: int, sources: list[Source], seconds: float) -> bool:

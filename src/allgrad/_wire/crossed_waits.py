@@ -8,15 +8,17 @@ waits, each rank writes into the world's store in which call of which group, and
 group it has made. A wait that another rank of the group cannot end, because it waits for this rank
 itself, or for one that does, and so on, is over.
 
-Nothing is said of a process with several threads, one of which may still come, nor of calls that do not
-need every rank.
+Nothing is said of a process with several busy threads, one of which may still come, nor of calls that do
+not need every rank.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+import sys
 import threading
+from concurrent.futures import thread as pools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from allgrad._wire.groups import AGREEMENT, calls_made, world_rank, world_store
@@ -24,6 +26,7 @@ from allgrad.errors import CollectiveMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import FrameType
 
     from allgrad._wire.calls import Call
 
@@ -162,5 +165,17 @@ def _needs_all(call: Call) -> bool:
 
 
 def _other_threads() -> bool:
-    """Tell whether another thread of the program runs, which may make a call too."""
-    return sum(not thread.daemon for thread in threading.enumerate()) > 1
+    """Tell whether another thread of the program runs, which may make a call too.
+
+    A worker of a pool that has nothing to do gets no work from a thread that waits.
+    """
+    frames = sys._current_frames()  # noqa: SLF001
+    alive = (thread for thread in threading.enumerate() if not thread.daemon)
+    return sum(not _is_idle(frames.get(thread.ident or 0)) for thread in alive) > 1
+
+
+def _is_idle(frame: FrameType | None) -> bool:
+    if frame is None:
+        return True
+    code = frame.f_code
+    return code.co_name == "_worker" and code.co_filename == pools.__file__
