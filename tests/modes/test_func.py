@@ -6,6 +6,7 @@ from torch import func
 from torch.autograd import forward_ad
 
 import allgrad as ag
+from allgrad._wire import primitives as wire
 from calls import CALLS, ON_THREE_RANKS, Place
 from counting import Counted
 from differentiation import MODES, RANK, WANTED, Through
@@ -215,3 +216,16 @@ def test_complex_numbers_go_through_every_transform(rank):
     same(func.jvp(ag.all_reduce, (x,), (t,))[1].detach(), both, "jvp")
     same(func.vjp(ag.all_reduce, x)[1](t)[0].detach(), both, "vjp")
     same(func.vmap(ag.all_reduce)(t[:, None]).detach(), both[:, None], "vmap")
+
+
+@pytest.mark.ranks(2)
+def test_messages_made_inside_a_transform(rank, world):
+    """As the lengths of pieces on a GPU are, which are copied there inside the transform."""
+
+    def loss(x):
+        call = wire.resolve("all_gather", None, lambda: "")
+        found = wire.all_gather(call, torch.full((1,), rank).clone(), (1,) * world)
+        return (x * found).sum()
+
+    gradient = func.grad(loss)(torch.ones(1))
+    assert gradient.item() == sum(range(world))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from allgrad._core.torch_internals import functorch_active
 from allgrad._wire import deadline, diagnosis, ended_ranks, watchdog
 from allgrad._wire.codec import DTYPES
 from allgrad._wire.wait_spec import nest_code
@@ -101,12 +102,13 @@ def _new_byte() -> Tensor:
 
 
 def _prepared(call: Call) -> Any:
-    """The backend that posts messages of this call, which is registered and watched."""
+    """What posts the messages of this call, which is registered and watched."""
     if not (deadline.STATE.no_deadline and call.group.registered):
         deadline.prepare(call)
     if watchdog.STATE.thread is None:
         watchdog.start()
-    return call.group.host_backend
+    # What is made inside torch.func is wrapped; torch's dispatcher finds the tensor inside.
+    return call.group.process_group if functorch_active() else call.group.host_backend
 
 
 def start(
