@@ -59,7 +59,7 @@ def _environment(folder: Path, version: str, python: str) -> Path:
 
 def _run_suite(python: Path, log: Path, more: list[str]) -> tuple[list[str], bool]:
     """The row's cells after the version, and whether every test passed."""
-    pytest = [python, "-m", "pytest", "--numprocesses", "3", "--dist", "worksteal", *more]
+    pytest = [python, "-m", "pytest", "--numprocesses", "2", "--dist", "worksteal", *more]
     began = time.monotonic()
     with log.open("w") as file:
         done = subprocess.run(pytest, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False)
