@@ -64,9 +64,7 @@ class Route:
         self._rows = slots // self.choices if self.choices > 1 else slots
         self._at: Tensor | None = None
         self._unsent: Tensor | None = None
-        self._there: Any = (
-            None  # an array: where the rows by expert and rank stand by rank and expert
-        )
+        self._there: Any = None  # where rows by expert and rank stand among those by rank and expert
         self._orders: tuple[Tensor, Tensor] | None = None
         self._parts: tuple[Parts, Parts] | None = None
 
