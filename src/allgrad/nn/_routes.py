@@ -64,7 +64,8 @@ class Route:
         self._rows = slots // self.choices if self.choices > 1 else slots
         self._at: Tensor | None = None
         self._unsent: Tensor | None = None
-        self._there: Any = None  # where rows by expert and rank stand among those by rank and expert
+        # Where rows by expert and rank stand among those by rank and expert, as an array.
+        self._there: Any = None
         self._orders: tuple[Tensor, Tensor] | None = None
         self._parts: tuple[Parts, Parts] | None = None
 
