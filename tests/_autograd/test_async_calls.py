@@ -40,7 +40,7 @@ CALLS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_started_call_is_exact(world, name):

@@ -31,7 +31,7 @@ CALLS = {
 }
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(8)
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize(
     ("width", "dtype"),
@@ -99,7 +99,7 @@ LONG_SUMS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("seconds", [None, 60], ids=["no deadline", "within a deadline"])
 @pytest.mark.parametrize("name", LONG_SUMS)
@@ -128,7 +128,7 @@ def test_a_promise_of_equal_blocks_is_not_one_about_what_arrives(rank, world):
 ELEMENTS = 240  # divides by 2, 3, 4, and by one less
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize(
     ("operation", "algorithm"),

@@ -208,7 +208,7 @@ def rows_by_rank(world, size, ragged):
     return tuple(int(scale * SIZES[size]) * count for count in rows[:world])
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def make_unequal(name):
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("world", "name"), [*((3, name) for name in CALLS), *((2, name) for name in SIZES)]
@@ -144,7 +144,7 @@ def test_crossing_with_empty_pieces_does_not_wait_for_ever():
     assert all("sending 0, 0 receiving 0, -" in text for text in found), found
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("name", "lockstep"),
@@ -197,7 +197,7 @@ def come_late_to_every_algorithm(late):
     return found
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_late_rank_is_no_mismatch_in_any_algorithm(late):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import allgrad as ag
 from allgrad.testing import adjoint_check, run_ranks
+from calls import EVERYTHING
 from exactness import laid_out, random
 
 LAYOUTS = ("contiguous", "transposed", "slice")
@@ -77,7 +78,12 @@ def identity_holds(case):
     adjoint_check(lambda x: forward(x).detach(), adjoint, x, y, group=group)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(
+    max_examples=60 if EVERYTHING else 30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)
 @given(cases())
 def test_every_linear_collective_is_paired_with_its_adjoint(case):
     run_ranks(identity_holds, case["world"], case)

@@ -42,7 +42,7 @@ def gather_exactly(group, kind, dtype, sizes_given):
             )
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @everywhere
 @pytest.mark.parametrize("kind", SIZES)
 def test_all_gather_is_exact(where, kind):
@@ -73,7 +73,7 @@ def gather_once(group, kind):
         )
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @everywhere
 @pytest.mark.parametrize("kind", SIZES)
 def test_all_gather_that_counts_once_keeps_the_own_part(where, kind):
@@ -131,7 +131,7 @@ def scatter_exactly(group, op, dtype):
                 )
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @everywhere
 @pytest.mark.parametrize("op", REDUCTIONS)
 def test_reduce_scatter_is_exact(where, op):

@@ -28,7 +28,7 @@ def reduce_exactly(group, op, dtype):
             )
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @everywhere
 @pytest.mark.parametrize("op", REDUCTIONS)
 def test_all_reduce_is_exact(where, op):
@@ -49,7 +49,7 @@ def reduce_in_shares(group, op):
         module._WHOLE_PIECES_UP_TO = 256 * 1024
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("op", ["prod", "min", "max", "logsumexp"])
 @pytest.mark.parametrize("where", ["1 rank", "3 ranks", "ranks 1 and 3 of 4"])
 def test_large_tensors_are_reduced_in_shares(where, op):
@@ -68,7 +68,7 @@ def reduce_once(group, op):
         )
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @everywhere
 @pytest.mark.parametrize("op", REDUCTIONS)
 def test_all_reduce_that_counts_once(where, op):

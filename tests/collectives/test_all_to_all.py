@@ -38,7 +38,7 @@ def exchange_exactly(group, dtype, how):
             )
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @everywhere
 @pytest.mark.parametrize("how", ["uneven", "even", "equal"])
 def test_all_to_all_is_exact(where, how):

@@ -86,7 +86,7 @@ def test_different_collectives_are_told_apart(rank):
     )
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("name", [*EXCHANGING, "reduce_scatter"])
 @pytest.mark.parametrize("everywhere", [True, False])

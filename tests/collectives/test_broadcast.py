@@ -26,7 +26,7 @@ def broadcast_exactly(group, grad, dtype):
             )
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @everywhere
 @pytest.mark.parametrize("grad", ["sum", "same"])
 def test_broadcast_is_exact(where, grad):
@@ -46,7 +46,7 @@ def reduce_exactly(group, op, dtype):
             )
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @everywhere
 @pytest.mark.parametrize("op", REDUCTIONS)
 def test_reduce_is_exact(where, op):

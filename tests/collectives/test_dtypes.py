@@ -29,7 +29,7 @@ def fits(op, dtype):
     return True
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("dtype", [*DTYPES, *MOVED_ONLY], ids=str)
 def test_every_dtype_travels(rank, world, dtype):
@@ -64,7 +64,7 @@ def test_every_dtype_travels(rank, world, dtype):
         assert got.requires_grad == floats, name
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", REDUCTIONS)

@@ -32,7 +32,7 @@ def gather_exactly(group, kind, dtype):
             )
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @everywhere
 @pytest.mark.parametrize("kind", SIZES)
 def test_gather_is_exact(where, kind):
@@ -82,7 +82,7 @@ def scatter_exactly(group, dtype):
                 )
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @everywhere
 def test_scatter_is_exact(where):
     on(where, scatter_exactly, torch.float64)

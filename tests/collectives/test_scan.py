@@ -26,14 +26,14 @@ def scan_exactly(group, op, exclusive, dtype):
             )
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @everywhere
 @pytest.mark.parametrize("op", REDUCTIONS)
 def test_scan_is_exact(where, op):
     on(where, scan_exactly, op, False, torch.float64)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @everywhere
 @pytest.mark.parametrize("op", ["sum", "prod"])
 def test_scan_of_those_before_is_exact(where, op):

@@ -99,7 +99,7 @@ def run_program(group, original, kind):
         same(second[i], second_wanted[2 * rank + i], "the second derivative")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("where", ["no world", "1 rank", "3 ranks"])
 @pytest.mark.parametrize("kind", SIZES)
 @pytest.mark.parametrize("original", PROGRAMS)
@@ -154,7 +154,7 @@ def gather_any_dim(group, kind):
             )
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", SIZES)
 @pytest.mark.parametrize("where", ["3 ranks", "ranks 1 and 3 of 4", "axis of a 2 x 2 mesh"])
 def test_any_dim_and_any_group_is_exact(where, kind):

@@ -64,7 +64,7 @@ def outcomes(name, eager, traced, sizes_given=True):
     return found | {f"{mode} compiled": outcome(case, mode, "compiled") for mode in traced}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", SOME)
 def test_every_mode_is_exact_or_refused(name):

@@ -85,7 +85,7 @@ def moe(group, kind, choices, capacity, held):
     check_twin(run, whole, inputs, weights, group=group)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @everywhere
 def test_exact_everywhere(where):
     on(where, each, moe, [(kind, 2, None, "even") for kind in LENGTHS])

@@ -49,7 +49,7 @@ def exchange(group, kind, edges, wrap, dim):
     check_twin(run, whole, inputs, group=group)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @everywhere
 def test_halo_everywhere(where):
     cases = [
@@ -136,7 +136,7 @@ def convolve(group, kind, dims, dim, options):
     assert repr(ours.to_plain()) == repr(plain)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @everywhere
 def test_conv_everywhere(where):
     cases = [
@@ -146,7 +146,7 @@ def test_conv_everywhere(where):
     on(where, each, convolve, cases)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("dims", "dim", "options"),
     [

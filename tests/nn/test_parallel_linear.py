@@ -60,7 +60,7 @@ def mlp(group, hidden, bias):
     check(got, want, "the second derivative")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @everywhere
 def test_mlp_everywhere(where):
     on(where, each, mlp, [(hidden, hidden != 7) for hidden in WIDTHS.values()])
@@ -109,7 +109,7 @@ def tokens(group, kind):
         close(g, w, "the second derivative")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @everywhere
 def test_sequence_parallel_everywhere(where):
     on(where, each, tokens, [(kind,) for kind in LENGTHS])
@@ -210,7 +210,7 @@ def lookup(group, words, sequence):
     close(second, own(derivatives(again, [plain.weight])[0], 0, ours.sizes, rank), "the second")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @everywhere
 def test_embedding_everywhere(where):
     on(where, each, lookup, list(product(WIDTHS.values(), (False, True))))

@@ -47,13 +47,13 @@ def normalise(group, kind, dims, options):
         close(ours.state_dict()[key], value, key)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @everywhere
 def test_exact_everywhere(where):
     on(where, each, normalise, [(kind, 2, {}) for kind in LENGTHS])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dims", PLAIN)
 @pytest.mark.parametrize(
     "options",
@@ -237,7 +237,7 @@ def stddev(group, kind, channels):
     )
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @everywhere
 def test_minibatch_stddev_everywhere(where):
     on(where, each, stddev, [(kind, 2 if kind == "ragged" else 1) for kind in LENGTHS])
