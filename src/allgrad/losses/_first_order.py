@@ -24,6 +24,7 @@ from allgrad.losses._fused_pass import FusedPass, has_fused_kernels, kept_scores
 from allgrad.losses._key_blocks import GatheredKeys, KeyBlock, key_blocks, needs_ring
 from allgrad.losses._panel_pass import PanelPass, has_panels
 from allgrad.losses._score_pass import ScorePass
+from allgrad.losses._tiles.accumulators import times
 from allgrad.losses._whole_pass import is_small, loss_and_gradients, times_weight
 
 if TYPE_CHECKING:
@@ -166,6 +167,6 @@ def _times(
     """The gradients by queries and keys, in ``dtype``, and by scale and bias, times ``factor``."""
     dtypes = dtype, dtype, factor.dtype, factor.dtype
     return tuple(
-        None if x is None else (x * factor).to(dtype)
+        None if x is None else times(x, factor, dtype)
         for x, dtype in zip(gradients, dtypes, strict=True)
     )

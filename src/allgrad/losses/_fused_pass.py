@@ -12,6 +12,7 @@ from allgrad.losses._column_sums import column_sums
 from allgrad.losses._config import Sums
 from allgrad.losses._key_blocks import reduce_sums
 from allgrad.losses._kind import LossKind
+from allgrad.losses._tiles.accumulators import times
 from allgrad.losses._tiles.torch import KEPT_SCORES, has_triton
 
 if TYPE_CHECKING:
@@ -158,15 +159,10 @@ class FusedPass:
         total, by_key, rows = by_loss if later else None, None, len(self.q)
         if config.needs_key_grad:
             own, total = reduce_sums(layout, both[rows:].mul_(numbers[-1]), total)
-            by_key = own.to(dtype) if total is None else _times(own, total, dtype)
+            by_key = own.to(dtype) if total is None else times(own, total, dtype)
         elif total is not None:
             total = all_reduce(total, group=layout.group, grad="none")
         if total is not None:
             numbers = numbers * total
-        by_query = _times(both[:rows], numbers[-1], dtype) if needed[0] else None
+        by_query = times(both[:rows], numbers[-1], dtype) if needed[0] else None
         return by_query, by_key, numbers[0], None if self.bias is None else numbers[1]
-
-
-def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x * factor`` in ``dtype``, rounded once."""
-    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["accumulator_dtype", "accumulator_zeros", "panels", "scale_and_cast"]
+__all__ = ["accumulator_dtype", "accumulator_zeros", "panels", "scale_and_cast", "times"]
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -59,3 +59,8 @@ def scale_and_cast(parts: list[Tensor], gain: Tensor, dtype: torch.dtype) -> Ten
         start = stop
     torch.mul(parts[1], gain, out=result[len(first) :])
     return result
+
+
+def times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x * factor`` in ``dtype``, rounded once, without a copy in between."""
+    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))

@@ -49,6 +49,9 @@ _SAFE_PROGRAMS = 512  # programs of the kernels that are rarely needed
 # each of an H200's 132 multiprocessors.
 _PANEL_COLUMNS = {2**25 - 1: 16384, 2**26: 32768}
 _PANEL_COLUMNS_LARGE = 12672
+# The gradients of a sigmoid in float16 are kept in float32, beside which there is room for a wide panel:
+# rows and columns, with keys of up to so many elements.
+_WIDE_PANELS = {2**27 - 1: (8192, 32768), 2**62: (4096, 131072)}
 _ROW_BLOCKS = {"BLOCK_M": 8, "BLOCK_K": 256}  # of the kernels that read whole rows
 
 
@@ -197,15 +200,11 @@ class TritonTiles(Tiles):
 
     def add_gradients(self, weights: Weights, gain: Tensor, into: Gradients) -> None:
         """Add the contributions of these scores to the accumulators."""
-        max_rows = min(self.panel, len(self.q))
-        max_columns = next(
-            (columns for size, columns in _PANEL_COLUMNS.items() if self.k.numel() <= size),
-            _PANEL_COLUMNS_LARGE,
-        )
+        max_rows, max_columns = self._panel_size(weights.kind)
         memory = self.q.new_empty(max_rows, min(max_columns, _multiple_of_8(len(self.k))))
         sums = self.scale.new_empty(max_rows, self.q.shape[1])
         logs = [None if x is None else x * _LOG2E for x in (weights.row_lse, weights.column_lse)]
-        for rows in panels(len(self.q), self.panel):
+        for rows in panels(len(self.q), max_rows):
             q = self.q[rows]
             by_query = sums[: len(q)].zero_()
             for columns, by_key in into.column_panels(len(self.k), max_columns):
@@ -226,6 +225,14 @@ class TritonTiles(Tiles):
                 into.scale += row_dots(by_query, q).sum()
             else:
                 into.scale += _add_rows(by_query, q, gain, into.queries[rows]).sum()
+
+    def _panel_size(self, kind: LossKind) -> tuple[int, int]:
+        """Rows and columns of the largest panel of weights."""
+        size, rows = self.k.numel(), self.panel
+        columns = next((n for most, n in _PANEL_COLUMNS.items() if size <= most), None)
+        if columns is None and kind is LossKind.SIGMOID and self.q.dtype == torch.float16:
+            rows, columns = next(panel for most, panel in _WIDE_PANELS.items() if size <= most)
+        return max(1, min(rows, len(self.q))), columns or _PANEL_COLUMNS_LARGE
 
     def _launch_softmax(
         self,
