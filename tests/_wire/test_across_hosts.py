@@ -5,6 +5,7 @@
 
 import contextlib
 import os
+import sys
 
 import pytest
 import torch
@@ -97,6 +98,19 @@ def test_values_and_gradients_are_exact(layout):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("layout", ["aabb", "abbb", "aaab", "abbc", "abcd", "abab"])
+def test_scan_is_exact(layout, monkeypatch):
+    monkeypatch.setattr(sys.modules["allgrad.collectives.scan"], "FLAT_PIECE", 0)
+    group = group_on(layout)
+    for exclusive in (False, True):
+        check_exact(
+            lambda x, exclusive=exclusive: ag.scan(x, exclusive=exclusive, group=group),
+            lambda xs, exclusive=exclusive: reference.scan(xs, "sum", exclusive),
+            pieces([(5, 3)] * 4),
+        )
+
+
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_sum_has_the_same_bits_on_every_rank(rank, layout):
     group = group_on(layout)
@@ -123,7 +137,11 @@ CROSSING = {
 def test_every_byte_leaves_a_host_once(rank):
     group = group_on("aabb")
     x = torch.ones(PIECE, requires_grad=True)
-    for name, (call, expected) in CROSSING.items():
+    scans = {
+        "scan": (lambda x, g: ag.scan(x, group=g), 1),
+        "exclusive scan": (lambda x, g: ag.scan(x, exclusive=True, group=g), 1),
+    }
+    for name, (call, expected) in {**CROSSING, **scans}.items():
         with forced(), Traffic() as traffic:
             call(x, group)
         leaving = sum(traffic.sent_to[peer] for peer in (2, 3)) if rank < 2 else 0

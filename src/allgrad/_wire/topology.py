@@ -30,6 +30,11 @@ class Topology:
         where = {rank: host for host, ranks in enumerate(self.hosts) for rank in ranks}
         return tuple(where[rank] for rank in sorted(where))
 
+    @cached_property
+    def in_rows(self) -> bool:
+        """Whether the ranks of each host follow one another."""
+        return all(ranks == tuple(range(ranks[0], ranks[-1] + 1)) for ranks in self.hosts)
+
     def name_of(self, rank: int) -> str:
         """The name of a rank's host; empty if it is not known."""
         return self.names[self.host_of[rank]] if self.hosts else ""

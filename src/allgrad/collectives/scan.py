@@ -11,7 +11,9 @@ from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
 from allgrad._core.partition import Partition, pack_flat, unpack_like
 from allgrad._wire import primitives as wire
+from allgrad._wire.algorithms import FLAT_PIECE
 from allgrad._wire.calls import of_stacked
+from allgrad._wire.hosts import find_topology
 from allgrad.collectives._inputs import check_grad, describe, named, take_leaves
 from allgrad.collectives.all_gather import gather_pair
 from allgrad.errors import ReductionError
@@ -74,8 +76,8 @@ def scan(
     ``sum``, 1 for ``prod``, the lowest value for ``max`` and ``logsumexp``, the highest for
     ``min``.
 
-    Cost: for ``sum`` and ``mean`` log2(ranks) messages of one piece each way; the other
-    reductions gather all pieces.
+    Cost: for ``sum`` and ``mean`` log2(ranks) messages of one piece each way; between hosts a piece
+    crosses a link once for two hosts. The other reductions gather all pieces.
     """
     call = wire.resolve("scan", group, lambda: describe(x, given=f"op={op}, exclusive={exclusive}"))
     stop = check_grad("scan", grad)
@@ -129,25 +131,77 @@ def _prefix_pair(call: Call, exclusive: bool) -> AdjointPair:
 
 
 def _prefix(call: Call, flat: Tensor, step: int, exclusive: bool) -> Tensor:
-    """Sum what this rank and ranks ``- step, - 2 step, ...`` hold, by doubling the distance."""
-    total = _from_distance(call, flat, step) if exclusive else flat.clone()
+    """Sum what this rank and ranks ``- step, - 2 step, ...`` hold.
+
+    On several hosts each sums up its own ranks, and a host's sum crosses a link once for each doubling
+    of the distance in hosts:
+
+        host a   [ a ]  [ a+b ]  ---.           [ a ]      [ a+b ]
+        host b   [ c ]  [ c+d ]  <--' a+b       [ a+b+c ]  [ a+b+c+d ]
+    """
+    hosts = _chains(call, flat)
+    own = next(ranks for ranks in hosts if call.rank in ranks)
+    total = _along(call, flat, own, step, max(map(len, hosts)), exclusive)
+    if len(hosts) == 1:
+        return total
+    forward = step > 0
+    ends = tuple(ranks[-1 if forward else 0] for ranks in hosts)
+    sums = total + flat if exclusive else total  # of the whole host, on its end
+    before = _along(call, sums, ends, step, len(ends), exclusive=True)
+    end = own[-1 if forward else 0]
+    others = tuple(rank for rank in own if rank != end)
+    if own is hosts[0 if forward else -1]:  # no host is before it
+        _send(call, flat, (), None)
+    elif call.rank == end:
+        _send(call, before, others, None)
+        total += before
+    else:
+        total += _send(call, flat, (), end)
+    return total
+
+
+def _chains(call: Call, flat: Tensor) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host, where hosts pay and have ranks in a row; otherwise all ranks as one."""
+    topology = find_topology(call)
+    if len(topology.hosts) > 1 and topology.in_rows and flat.is_cpu and flat.nbytes > FLAT_PIECE:
+        return topology.hosts
+    return (tuple(range(call.size)),)
+
+
+def _along(  # noqa: PLR0917
+    call: Call, flat: Tensor, ranks: tuple[int, ...], step: int, longest: int, exclusive: bool
+) -> Tensor:
+    """Prefix sums along these ranks, by doubling the distance; every rank takes as many steps."""
+    at = ranks.index(call.rank) if call.rank in ranks else None
+
+    def from_distance(x: Tensor, distance: int) -> Tensor:
+        if at is None:
+            return _send(call, x, (), None)
+        to, source = at + step * distance, at - step * distance
+        there = range(len(ranks))
+        return _send(
+            call,
+            x,
+            (ranks[to],) if to in there else (),
+            ranks[source] if source in there else None,
+        )
+
+    total = from_distance(flat, 1) if exclusive else flat.clone()
     distance = 1
-    while distance < call.size:
-        total += _from_distance(call, total, step * distance)
+    while distance < longest - exclusive:
+        total += from_distance(total, distance)
         distance *= 2
     return total
 
 
-def _from_distance(call: Call, flat: Tensor, distance: int) -> Tensor:
-    """What the rank ``distance`` before this one holds; zeros where there is none."""
-    to, source = call.rank + distance, call.rank - distance
+def _send(call: Call, flat: Tensor, to: tuple[int, ...], source: int | None) -> Tensor:
+    """Send these ranks ``flat``; what ``source`` sends this one, or zeros."""
     n = flat.numel()
-    send = [n if rank == to else 0 for rank in range(call.size)]
-    receive = [n if rank == source else 0 for rank in range(call.size)]
-    sent = flat if any(send) else flat[:0]
     if call.size == 1:
         return flat.new_zeros(n)
-    ranks = range(call.size)
-    peers = [to] if to in ranks else [], [source] if source in ranks else []
+    send = [n if rank in to else 0 for rank in range(call.size)]
+    receive = [n if rank == source else 0 for rank in range(call.size)]
+    sent = flat.repeat(len(to)) if len(to) != 1 else flat
+    peers = to, () if source is None else (source,)
     got = wire.all_to_all(call, sent, send, receive, peers=peers)
-    return got if any(receive) else flat.new_zeros(n)
+    return flat.new_zeros(n) if source is None else got
