@@ -240,6 +240,24 @@ def test_piece_without_gradient_takes_part(rank, world):
         assert (x.grad is not None) == (rank == 0)
 
 
+@pytest.mark.ranks(2, 3)
+def test_gradient_that_needs_none_takes_part_in_the_next(rank):
+    """Where a backend keeps the graph of autograd: rank 0's own gradient depends on nothing."""
+
+    def by_weight(call):
+        x, w = leaf(random((3,), rank)), leaf(random((3,), 5 + rank))
+        y = call(x)
+        loss = y.sum() if rank == 0 else (y * w).sum()
+        (g,) = torch.autograd.grad(loss, x, create_graph=True)
+        g.square().sum().backward()
+        return w.grad
+
+    got, want = by_weight(compiled(ag.all_reduce, "eager")), by_weight(ag.all_reduce)
+    assert (want is None) == (got is None) == (rank == 0)
+    if want is not None:
+        same(got, want, "the second derivative")
+
+
 @pytest.mark.ranks(3)
 def test_rank_that_sends_or_gets_nothing_takes_part(rank, world):
     """To second order, where the graph itself is differentiated."""

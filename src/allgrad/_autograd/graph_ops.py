@@ -19,15 +19,22 @@ dissolves into ``run`` when a graph is lowered.
 from __future__ import annotations
 
 import weakref
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from ast import literal_eval
+from functools import lru_cache, partial
+from operator import index  # of an int that varies TorchDynamo makes a constant of the graph
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from allgrad._autograd.adjoint_pair import HANDSHAKE, MAKERS
 from allgrad._autograd.transforms import ANCHOR, apply
 from allgrad._core.partition import Partition
-from allgrad._core.torch_internals import graph_internals, process_group_named
+from allgrad._core.torch_internals import (
+    constant_in_graphs,
+    functorch_active,
+    graph_internals,
+    process_group_named,
+)
 from allgrad._wire import calls
 
 if TYPE_CHECKING:
@@ -42,44 +49,78 @@ __all__ = ["RULES_VERSION", "exchange", "run", "run_in_lockstep", "run_plain"]
 
 # torch keeps compiled graphs on disk and finds them by the names of their ops. Raise this number
 # when a schema, a derivative or a batching rule changes.
-RULES_VERSION = 2
+RULES_VERSION = 3
 _NAMESPACE = f"allgrad_{RULES_VERSION}"
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 _OPS = getattr(torch.ops, _NAMESPACE)
 _TORCH = graph_internals()
 
+# Handing an argument to an op takes up to a microsecond each time: all that is constant is one string,
+# a _Node. ``sizes``: those of the pair's partitions, then the length of each result along its dim.
+_PAIR = "str node, SymInt[] sizes"
 _CALL = "str group, str call, str nest, str details, str site, bool first"
-_PAIR = (
-    f"str maker, bool flipped, int[] numbers, int[] dims, SymInt[] sizes, SymInt[] lengths, {_CALL}"
-)
 _EXCHANGE = (
     f"str operation, int outputs, int[] dims, SymInt[] amounts, str names, int root, {_CALL}"
 )
 _SENDS = (torch.Tag.nondeterministic_seeded,)
-_LIBRARY.define(f"run(Tensor[] xs, Tensor anchor, {_PAIR}) -> Tensor[]", tags=_SENDS)
+_LIBRARY.define(f"run(Tensor[] xs, {_PAIR}) -> Tensor[]", tags=_SENDS)
 _LIBRARY.define(f"exchange(Tensor[] xs, Tensor anchor, {_EXCHANGE}) -> Tensor[]", tags=_SENDS)
-_LIBRARY.define(f"apply(Tensor[] xs, Tensor anchor, {_PAIR}) -> Tensor[]", tags=_SENDS)
+_LIBRARY.define(f"apply(Tensor[] xs, Tensor? anchor, {_PAIR}) -> Tensor[]", tags=_SENDS)
+
+
+class _Node(NamedTuple):
+    """What a node keeps of a pair and of its call."""
+
+    maker: str
+    flipped: bool
+    numbers: Sequence[int]
+    dims: Sequence[int]
+    group: str
+    name: str
+    nest: str
+    details: str
+    site: str
+    first: bool  # of its call
+
+
+@constant_in_graphs
+def _encoded(*fields: Any) -> str:
+    return repr(fields)
+
+
+@lru_cache(maxsize=4096)
+def _decoded(node: str) -> _Node:
+    return _Node(*literal_eval(node))
+
+
+@lru_cache(maxsize=4096)
+def _later(node: str, flip: bool) -> str:
+    """The node of a derivative."""
+    kept = _decoded(node)
+    return _encoded(*kept._replace(flipped=kept.flipped != flip, first=False))
 
 
 def run(pair: AdjointPair, xs: Sequence[Tensor]) -> list[Tensor]:
     """The pair's map in a graph, with every derivative."""
-    ys: list[Tensor] = _OPS.apply(list(xs), ANCHOR, *_described(pair))
+    # An input more of a compiled function, which most have no need of.
+    needless = not torch.is_grad_enabled() or any(x.requires_grad for x in xs)
+    anchor = None if needless and not functorch_active() else ANCHOR
+    ys: list[Tensor] = _OPS.apply(list(xs), anchor, *_described(pair))
     return ys
 
 
 @partial(torch.compiler.disable, reason="allgrad.lockstep orders collectives in eager code")
 def run_in_lockstep(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The pair in eager code, between two graphs; its group is looked up again, as eager code holds it."""
-    maker, flipped, numbers, dims, sizes, _, *call = _described(pair)
-    real = calls.of_graph(xs, *call)
-    eager = MAKERS[maker].make(real, *_partitions(dims, sizes, real.size), *numbers)
-    return apply(eager.adjoint if flipped else eager, xs)
+    node, sizes = _described(pair)
+    kept = _decoded(node)
+    eager = _make(kept, xs, sizes)[1]
+    return apply(eager.adjoint if kept.flipped else eager, xs)
 
 
 def run_plain(pair: AdjointPair, xs: Sequence[Tensor]) -> list[Tensor]:
     """The pair's map on tensors that only have a shape, below autograd."""
-    # Not the anchor: fake tensors and real ones cannot be mixed.
-    ys: list[Tensor] = _OPS.run(list(xs), xs[0].new_empty(0), *_described(pair))
+    ys: list[Tensor] = _OPS.run(list(xs), *_described(pair))
     return ys
 
 
@@ -100,20 +141,21 @@ def exchange(
     return [t.shape[0] for t in found[:outputs]]
 
 
-def _described(pair: AdjointPair) -> tuple[Any, ...]:
+def _described(pair: AdjointPair) -> tuple[str, list[int]]:
     """What a node keeps of a pair, as the op's arguments."""
     made = pair.made
     assert made is not None
     partitions = [arg for arg in made.args if isinstance(arg, Partition)]
-    numbers = [int(arg) for arg in made.args if not isinstance(arg, Partition)]
+    numbers = [index(int(arg)) for arg in made.args if not isinstance(arg, Partition)]
     dims: list[int] = []
-    lengths: list[int] = []
+    sizes = [n for part in partitions for by_rank in part.sizes for n in by_rank]
     ends = MAKERS[made.maker].ends
     if ends is not None:
         before, after = ends(made.call, *made.args)
-        dims, lengths = list(partitions[0].dims), list(before if made.flipped else after)
-    sizes = [n for part in partitions for by_rank in part.sizes for n in by_rank]
-    return made.maker, made.flipped, numbers, dims, sizes, lengths, *_described_call(made.call)
+        dims = [index(dim) for dim in partitions[0].dims]
+        sizes += before if made.flipped else after
+    about = made.maker, made.flipped, numbers, dims
+    return _encoded(*about, *_described_call(made.call)), sizes
 
 
 def _described_call(call: Call) -> tuple[str, str, str, str, str, bool]:
@@ -125,46 +167,41 @@ def _described_call(call: Call) -> tuple[str, str, str, str, str, bool]:
     return name, call.name, call.nest, call.details, call.site, first
 
 
-def _run(  # noqa: PLR0917
-    xs: list[Tensor],
-    anchor: Tensor,  # noqa: ARG001
-    maker: str,
-    flipped: bool,
-    numbers: list[int],
-    dims: list[int],
-    sizes: list[int],
-    lengths: list[int],  # noqa: ARG001
-    *call: Any,
-) -> list[Tensor]:
-    key = maker, flipped, tuple(numbers), tuple(dims), tuple(sizes), call
-    run = None if calls.are_described() else _recall(key, call[0])
-    if run is None:
-        real = calls.of_graph(xs, *call)
-        pair = MAKERS[maker].make(real, *_partitions(dims, sizes, real.size), *numbers)
-        run = pair.backward if flipped else pair.forward
-        if call[0] and not calls.are_described():
-            _remember(key, real.group.process_group, run)
+def _run(xs: list[Tensor], node: str, sizes: list[int]) -> list[Tensor]:
+    key: tuple[Any, ...] = node, *sizes
+    known = _MAPS.get(key)
+    if known is None or known[0]() is not process_group_named(known[1]) or calls.are_described():
+        run = _new_map(key, xs, node, sizes)
+    else:
+        run = known[2]
     if torch.is_grad_enabled():
         with torch.no_grad():
             return [_own(y, xs) for y in run(xs)]
     return [_own(y, xs) for y in run(xs)]
 
 
-# The maps of nodes that ran before, with the process group that each is for: another one may have got
-# the same name since (test_graph_runs_on_a_new_world).
-_MAPS: dict[tuple[Any, ...], tuple[weakref.ref[Any], Map]] = {}
+# The maps of nodes that ran before, with the process group that each is for and its name: another one
+# may have got the same name since (test_graph_runs_on_a_new_world).
+_MAPS: dict[tuple[Any, ...], tuple[weakref.ref[Any], str, Map]] = {}
 _MOST = 4096
 
 
-def _recall(key: tuple[Any, ...], group: str) -> Map | None:
-    found = _MAPS.get(key)
-    return found[1] if found is not None and found[0]() is process_group_named(group) else None
+def _new_map(key: tuple[Any, ...], xs: list[Tensor], node: str, sizes: list[int]) -> Map:
+    kept = _decoded(node)
+    call, pair = _make(kept, xs, sizes)
+    run = pair.backward if kept.flipped else pair.forward
+    if kept.group and not calls.are_described():
+        if len(_MAPS) >= _MOST:
+            _MAPS.clear()
+        _MAPS[key] = weakref.ref(call.group.process_group), kept.group, run
+    return run
 
 
-def _remember(key: tuple[Any, ...], process_group: Any, run: Map) -> None:
-    if len(_MAPS) >= _MOST:
-        _MAPS.clear()
-    _MAPS[key] = weakref.ref(process_group), run
+def _make(kept: _Node, xs: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Call, AdjointPair]:
+    call = calls.of_graph(xs, *kept[4:])
+    of_ranks = sizes[: len(sizes) - len(kept.dims)]
+    partitions = _partitions(kept.dims, of_ranks, call.size)
+    return call, MAKERS[kept.maker].make(call, *partitions, *kept.numbers)
 
 
 def _partitions(dims: Sequence[int], sizes: Sequence[int], world: int) -> list[Partition]:
@@ -177,25 +214,20 @@ def _partitions(dims: Sequence[int], sizes: Sequence[int], world: int) -> list[P
 
 def _own(y: Tensor, xs: Sequence[Tensor]) -> Tensor:
     """Memory of its own, as compilers expect of an op's results."""
-    alone = y.is_contiguous() and y.untyped_storage().nbytes() == y.nbytes
-    if alone and all(y is not x for x in xs):
-        return y
+    if y.is_contiguous() and y.untyped_storage().nbytes() == y.nbytes:
+        for x in xs:
+            if y is x:
+                break
+        else:
+            return y
     return y.clone(memory_format=torch.contiguous_format)
 
 
-def _run_fake(  # noqa: PLR0917
-    xs: list[Tensor],
-    anchor: Tensor,  # noqa: ARG001
-    maker: str,  # noqa: ARG001
-    flipped: bool,  # noqa: ARG001
-    numbers: list[int],  # noqa: ARG001
-    dims: list[int],
-    sizes: list[int],  # noqa: ARG001
-    lengths: list[int],
-    *_: Any,
-) -> list[Tensor]:
+def _run_fake(xs: list[Tensor], node: str, sizes: list[int]) -> list[Tensor]:
+    dims = _decoded(node).dims
     if not dims:
         return [x.new_empty(x.shape) for x in xs]
+    lengths = sizes[-len(dims) :]
     return [
         x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :]))
         for x, dim, length in zip(xs, dims, lengths, strict=True)
@@ -234,37 +266,44 @@ class _AtOneLevel(_TORCH.SingleLevelFunction):  # type: ignore[misc, name-define
     """The derivative at one level of torch.func, or at the only one there is."""
 
     @staticmethod
-    def forward(anchor: Tensor, made: tuple[Any, ...], *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        anchor: Tensor | None, node: str, sizes: Sequence[int], *xs: Tensor
+    ) -> tuple[Tensor, ...]:
         if any(_TORCH.is_wrapped(x) for x in xs):
             with torch.enable_grad(), _TORCH.set_fwd_grad_enabled(True), _TORCH.below_autograd():
-                return tuple(_OPS.apply(xs, anchor, *made))  # at the level below
-        return tuple(_OPS.run(xs, anchor, *made))
+                return tuple(_OPS.apply(xs, anchor, node, sizes))  # at the level below
+        return tuple(_OPS.run(xs, node, sizes))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004
-        ctx.anchor, ctx.made, *xs = inputs
-        dims = ctx.made[3]
-        ctx.lengths = [x.shape[dim] for x, dim in zip(xs, dims, strict=bool(dims))]
+        ctx.anchor, ctx.node, ctx.sizes, *xs = inputs
+        dims = _decoded(ctx.node).dims
+        of_ranks = ctx.sizes[: len(ctx.sizes) - len(dims)]
+        lengths = [x.shape[dim] for x, dim in zip(xs, dims, strict=bool(dims))]
+        ctx.sizes_back = [*of_ranks, *lengths]
 
     @staticmethod
     def backward(ctx: Any, *ys: Tensor) -> tuple[Tensor | None, ...]:
-        maker, flipped, numbers, dims, sizes, _, *call, _ = ctx.made
-        made = maker, not flipped, numbers, dims, sizes, ctx.lengths, *call, False
-        return None, None, *_OPS.apply(ys, ctx.anchor, *made)
+        # With create_graph=True every rank takes part in the next derivative too.
+        anchor = ANCHOR if ctx.anchor is None and torch.is_grad_enabled() else ctx.anchor
+        back = _later(ctx.node, flip=True)
+        return None, None, None, *_OPS.apply(ys, anchor, back, ctx.sizes_back)
 
     @staticmethod
-    def jvp(ctx: Any, _anchor: None, _made: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        *made, _ = ctx.made
-        return tuple(_OPS.apply(tangents, ctx.anchor, *made, False))
+    def jvp(
+        ctx: Any, _anchor: None, _node: None, _sizes: None, *tangents: Tensor
+    ) -> tuple[Tensor, ...]:
+        again = _later(ctx.node, flip=False)
+        return tuple(_OPS.apply(tangents, ctx.anchor, again, ctx.sizes))
 
 
-def _apply(xs: list[Tensor], anchor: Tensor, *made: Any) -> list[Tensor]:
+def _apply(xs: list[Tensor], anchor: Tensor | None, node: str, sizes: list[int]) -> list[Tensor]:
     with _TORCH.enable_single_level():
-        return list(_AtOneLevel.apply(anchor, made, *xs))
+        return list(_AtOneLevel.apply(anchor, node, sizes, *xs))
 
 
 def _batched(
-    info: Any, in_dims: tuple[Any, ...], xs: list[Tensor], anchor: Tensor, *made: Any
+    info: Any, in_dims: tuple[Any, ...], xs: list[Tensor], anchor: Tensor | None, *made: Any
 ) -> tuple[list[Tensor], list[int]]:
     """The batch goes last: pairs name dimensions from the front, so it travels along unseen.
 
