@@ -16,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import allgrad as ag
 from allgrad._autograd.graph_ops import RULES_VERSION
+from allgrad._core.torch_internals import constant_in_graphs
 from calls import CALLS, EVERYTHING, ON_THREE_RANKS, Place
 from differentiation import Through
 from exactness import leaf, random, same
@@ -256,6 +257,28 @@ def test_gradient_that_needs_none_takes_part_in_the_next(rank):
     assert (want is None) == (got is None) == (rank == 0)
     if want is not None:
         same(got, want, "the second derivative")
+
+
+@pytest.mark.ranks(2)
+def test_graphs_are_guarded_by_state_alone(rank):
+    """Not by the functions, classes and modules of allgrad, which no program changes."""
+    guarded = []
+
+    @constant_in_graphs
+    def keep():
+        context = torch._guards.TracingContext.get().guards_context
+        guarded.extend(g.name for g in context.dynamo_guards if "__import_allgrad" in g.name)
+
+    def run(x):
+        y = ag.all_reduce(x)
+        keep()
+        return y
+
+    compiled(run)(leaf(random((3,), rank)))
+    assert not [name for name in guarded if name.endswith((".resolve", ".Call", ".torch"))]
+    for state in ("transforms']._order", ".group.WORLD", "._current_level"):
+        assert any(name.endswith(state) for name in guarded), state
+    assert len(guarded) < 40, "\n".join(guarded)
 
 
 @pytest.mark.ranks(3)

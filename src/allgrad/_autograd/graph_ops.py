@@ -31,6 +31,7 @@ from allgrad._autograd.transforms import ANCHOR, apply
 from allgrad._core.partition import Partition
 from allgrad._core.torch_internals import (
     constant_in_graphs,
+    forget_own_guards,
     functorch_active,
     graph_internals,
     process_group_named,
@@ -106,6 +107,7 @@ def run(pair: AdjointPair, xs: Sequence[Tensor]) -> list[Tensor]:
     needless = not torch.is_grad_enabled() or any(x.requires_grad for x in xs)
     anchor = None if needless and not functorch_active() else ANCHOR
     ys: list[Tensor] = _OPS.apply(list(xs), anchor, *_described(pair))
+    forget_own_guards()
     return ys
 
 
