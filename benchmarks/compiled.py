@@ -1,15 +1,22 @@
 """Compiled calls beside the same calls in eager code and torch's functional collectives, compiled.
 
-    python benchmarks/compiled.py [ranks] [seconds for each case]
+    python benchmarks/compiled.py [--ranks 2] [--seconds 3] [--calls N] [--sizes 4 64]
 
-Forward and backward over Gloo. They take turns, call by call, in one run; the slowest rank of each call,
-medians. Needs torch 2.13, where torch's functional all_reduce has a derivative.
+Forward and backward over Gloo. A sample is one function with N calls, each with its own input and between
+two kernels, and one backward pass through all of them; its time is divided by N. Without ``--calls`` N is
+10 up to 256 KiB, and 1 above: what torch does once for each compiled function, whatever is in it, is then
+a tenth of it for each call, as in a model. With ``--calls 1`` all of it is in the one call.
+
+The functions take turns, one sample each, in one run; the slowest rank of each sample, medians. Needs torch
+2.13, where torch's functional all_reduce has a derivative.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +28,11 @@ import allgrad as ag
 from allgrad.testing import run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-BYTES = (4 << 10, 64 << 10, 1 << 20, 4 << 20)
+OPERATIONS = "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
+SIZES = 4, 64, 1024, 4096  # KiB
+MANY_UP_TO = 256
 
 
 def eager(name: str) -> Callable[[Tensor], Tensor]:
@@ -63,64 +72,76 @@ def nothing() -> Callable[[Tensor], Tensor]:
     return op
 
 
-def between(call: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """The call between two kernels, as in a model."""
-    return lambda x: call(x * 2) * 2
+def between(call: Callable[[Tensor], Any]) -> Callable[..., list[Any]]:
+    """A function with a call for each of its inputs, between two kernels as in a model."""
+    return lambda *xs: [call(x * 2) * 2 for x in xs]
 
 
-def measure(seconds: float) -> list[tuple[str, int, dict[str, float]]]:
+def measure(
+    sizes: Sequence[int], seconds: float, calls: int | None
+) -> list[tuple[str, int, int, dict[str, float]]]:
     rows, idle = [], nothing()
-    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-        for nbytes in BYTES:
-            torch._dynamo.reset()
-            ways = {
-                "compiled": torch.compile(between(eager(name)), fullgraph=True),
-                "eager": between(eager(name)),
-                "functional": torch.compile(between(torchs(name))),
-                "nothing compiled": torch.compile(between(idle), fullgraph=True),
-                "nothing eager": between(torch.clone),
-            }
-            x = torch.randn(nbytes // 4, requires_grad=True)
-            for _ in range(5):
-                turn(ways, x)
-            began = time.perf_counter()
-            for _ in range(5):
-                turn(ways, x)
-            each = torch.tensor((time.perf_counter() - began) / 5)
-            dist.broadcast(each, 0)
-            rounds = int(min(1000, max(30, seconds / each.item())))
-            times = torch.tensor([turn(ways, x) for _ in range(rounds)], dtype=torch.float64)
-            dist.all_reduce(times, dist.ReduceOp.MAX)  # a call ends with its slowest rank
-            medians = times.median(0).values * 1e3
-            rows.append((name, nbytes, dict(zip(ways, medians.tolist(), strict=True))))
+    for name, kib in product(OPERATIONS, sizes):
+        torch._dynamo.reset()
+        functions = {
+            "compiled": torch.compile(between(eager(name)), fullgraph=True),
+            "eager": between(eager(name)),
+            "functional": torch.compile(between(torchs(name))),
+            "nothing compiled": torch.compile(between(idle), fullgraph=True),
+            "nothing eager": between(torch.clone),
+        }
+        n = calls or (10 if kib <= MANY_UP_TO else 1)
+        xs = [torch.randn(kib * 256, requires_grad=True) for _ in range(n)]
+        samples = {f: [torch.ones_like(y) for y in f(*xs)] for f in functions.values()}
+        for _ in range(5):
+            turn(samples, xs)
+        began = time.perf_counter()
+        for _ in range(5):
+            turn(samples, xs)
+        each = torch.tensor((time.perf_counter() - began) / 5)
+        dist.broadcast(each, 0)
+        rounds = int(min(1000, max(30, seconds / each.item())))
+        times = torch.tensor([turn(samples, xs) for _ in range(rounds)], dtype=torch.float64)
+        dist.all_reduce(times, dist.ReduceOp.MAX)  # a sample ends with its slowest rank
+        medians = times.median(0).values * 1e3 / n
+        rows.append((name, kib, n, dict(zip(functions, medians.tolist(), strict=True))))
     return rows
 
 
-def turn(ways: dict[str, Callable[[Tensor], Any]], x: Tensor) -> list[float]:
-    """One call of each, forward and backward."""
+def turn(
+    samples: dict[Callable[..., list[Any]], list[Tensor]], xs: Sequence[Tensor]
+) -> list[float]:
+    """One sample of each function, forward and backward from these gradients."""
     times = []
-    for call in ways.values():
-        x.grad = None
+    for function, gradients in samples.items():
+        for x in xs:
+            x.grad = None
         dist.barrier()
         began = time.perf_counter()
-        call(x).sum().backward()
+        torch.autograd.backward(function(*xs), gradients)
         times.append(time.perf_counter() - began)
     return times
 
 
 def main() -> None:
-    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 2
-    seconds = float(sys.argv[2]) if len(sys.argv) > 2 else 3.0
-    rows = run_ranks(measure, ranks, seconds, timeout=60 + 32 * (seconds + 30))[0]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each case")
+    parser.add_argument("--calls", type=int, help="in one function")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="KiB")
+    options = parser.parse_args()
+    limit = 60 + len(OPERATIONS) * len(options.sizes) * (2 * options.seconds + 60)
+    about = options.sizes, options.seconds, options.calls
+    rows = run_ranks(measure, options.ranks, *about, timeout=limit)[0]
     sys.stdout.write(
-        f"torch {torch.__version__}, {ranks} ranks, ms. torch's own: what compiling a function with an "
-        "op that does nothing adds to it\n"
+        f"torch {torch.__version__}, {options.ranks} ranks, ms for each call. torch's own: what compiling "
+        "a function with ops that do nothing adds to it\n"
     )
-    for name, nbytes, ms in rows:
+    for name, kib, n, ms in rows:
         compiled, plain, theirs = ms["compiled"], ms["eager"], ms["functional"]
         own = ms["nothing compiled"] - ms["nothing eager"]
         sys.stdout.write(
-            f"{name:15s} {nbytes >> 10:5d} KiB  compiled {compiled:8.3f}  eager {plain:8.3f}  "
+            f"{name:15s} {kib:5d} KiB x {n:<3d} compiled {compiled:8.3f}  eager {plain:8.3f}  "
             f"functional {theirs:8.3f}   / eager {compiled / plain:.2f}  / functional "
             f"{compiled / theirs:.2f}   torch's own {own:.3f}\n"
         )
