@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import allgrad as ag
 from allgrad._autograd.graph_ops import RULES_VERSION
-from allgrad._core.torch_internals import constant_in_graphs
+from allgrad._core import torch_internals
 from calls import CALLS, EVERYTHING, ON_THREE_RANKS, Place
 from differentiation import Through
 from exactness import leaf, random, same
@@ -264,7 +264,7 @@ def test_graphs_are_guarded_by_state_alone(rank):
     """Not by the functions, classes and modules of allgrad, which no program changes."""
     guarded = []
 
-    @constant_in_graphs
+    @torch_internals.constant_in_graphs
     def keep():
         context = torch._guards.TracingContext.get().guards_context
         guarded.extend(g.name for g in context.dynamo_guards if "__import_allgrad" in g.name)
@@ -279,6 +279,10 @@ def test_graphs_are_guarded_by_state_alone(rank):
     for state in ("transforms']._order", ".group.WORLD", "._current_level"):
         assert any(name.endswith(state) for name in guarded), state
     assert len(guarded) < 40, "\n".join(guarded)
+    with ag.lockstep():  # its state is a function
+        assert not torch_internals._is_on_own_code(
+            "G['__import_allgrad_dot__autograd_dot_transforms']._order"
+        )
 
 
 @pytest.mark.ranks(3)

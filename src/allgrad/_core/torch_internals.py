@@ -346,7 +346,7 @@ def forget_own_guards() -> None:
         guards.remove(guard)
 
 
-_OWN_NAME = re.compile(r"(?:dict\()?G\['__import_(allgrad\w*)'\]((?:\.\w+)*)(.*)")
+_OWN_NAME = re.compile(r"(?:dict\()?G\['__import_(allgrad(?:_dot_\w+)?)'\]((?:\.\w+)*)(.*)")
 
 
 def _is_on_own_code(name: str) -> bool:
@@ -356,11 +356,12 @@ def _is_on_own_code(name: str) -> bool:
         return False
     value: Any = sys.modules.get(found[1].replace("_dot_", "."))
     for step in found[2].split(".")[1:]:
-        if isinstance(value, (FunctionType, BuiltinFunctionType)) or step == "__dict__":
-            return True  # its code, its defaults; what a class defines
+        if step == "__dict__":  # what a class of ours defines
+            return str(getattr(value, "__module__", "")).startswith("allgrad.")
         value = getattr(value, step, None)
-    code = ModuleType, type, FunctionType, BuiltinFunctionType
-    return not found[3] and isinstance(value, code)
+        if isinstance(value, (FunctionType, BuiltinFunctionType)):
+            return value.__name__ == step  # one under another name may be state
+    return not found[3] and isinstance(value, (ModuleType, type))
 
 
 def compiled_backward_creates_graph() -> bool:
