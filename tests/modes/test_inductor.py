@@ -66,3 +66,21 @@ def test_a_step_compiled_with_inductor_is_exact(rank, world, step):
     want = [by_rows[0][own], by_rows[1][own], by_scale, by_x[own]]
     assert by_scale.abs() > 1e-3
     torch.testing.assert_close([*found, *got], [*wanted, *want], rtol=1e-10, atol=1e-14)
+
+
+def without_large_intermediate(x, w):
+    """Less memory is needed at a time where all_reduce goes first."""
+    product = w @ w
+    return ag.all_gather(x, sizes="equal"), ag.all_reduce(product) @ w[:, :1]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.ranks(2, timeout=380)
+def test_inductor_moves_no_call(rank):
+    """One rank compiles; the other makes the same calls in the order of the program."""
+    torch._dynamo.reset()
+    step = without_large_intermediate
+    compiled = torch.compile(step, fullgraph=True, backend="inductor") if rank == 0 else step
+    x, w = random((64, 8), rank), random((8, 8), 5)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, w), step(x, w), rtol=0, atol=0)

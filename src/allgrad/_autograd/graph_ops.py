@@ -10,10 +10,11 @@ graph serves all of them. Found sizes come out of ``exchange`` as the lengths of
 makes them unbacked ``SymInt`` without a setting of TorchDynamo's.
 
 Compilers must not move, merge, drop or repeat what sends. Both ops are therefore registered as
-effects in order, and tagged as not deterministic, which also keeps fake tensors from computing with
-constants. ``apply`` is a name for ``run`` that carries what a derivative needs: a backward of any
-order, a tangent and a batch (torch.library's own rules give a silent zero under torch.func.jvp). It
-dissolves into ``run`` when a graph is lowered.
+effects in order, with a lowering of their own for Inductor (``keep_order_in_inductor``), and tagged as
+not deterministic, which also keeps fake tensors from computing with constants. ``apply`` is a name
+for ``run`` that carries what a derivative needs: a backward of any order, a tangent and a batch
+(torch.library's own rules give a silent zero under torch.func.jvp). It dissolves into ``run`` when a
+graph is lowered.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["RULES_VERSION", "exchange", "run", "run_in_lockstep", "run_plain"]
 
 # torch keeps compiled graphs on disk and finds them by the names of their ops. Raise this number
-# when a schema, a derivative or a batching rule changes.
+# when a schema, a derivative, a batching rule or a lowering changes.
 RULES_VERSION = 3
 _NAMESPACE = f"allgrad_{RULES_VERSION}"
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
@@ -226,6 +227,7 @@ def _own(y: Tensor, xs: Sequence[Tensor]) -> Tensor:
 
 
 def _run_fake(xs: list[Tensor], node: str, sizes: list[int]) -> list[Tensor]:
+    _TORCH.keep_order_in_inductor()
     dims = _decoded(node).dims
     if not dims:
         return [x.new_empty(x.shape) for x in xs]
@@ -261,6 +263,7 @@ def _exchange_fake(
     outputs: int,
     *_: Any,
 ) -> list[Tensor]:
+    _TORCH.keep_order_in_inductor()
     return [torch.empty(_TORCH.unbacked_size(), 0) for _ in range(outputs)] or [torch.empty(0)]
 
 

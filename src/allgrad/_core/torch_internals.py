@@ -277,9 +277,37 @@ def graph_internals() -> SimpleNamespace:
     from torch.autograd.forward_ad import _set_fwd_grad_enabled
     from torch.autograd.function import _SingleLevelFunction
 
+    ordered = effects._EffectType.ORDERED
+    without_lowering: list[Any] = []
+
     def register_ordered_effect(op: Any) -> None:
         """Keep the op, in its place among the others, wherever a graph goes."""
-        effects._register_effectful_op(op, effects._EffectType.ORDERED)
+        effects._register_effectful_op(op, ordered)
+        without_lowering.append(op)
+
+    def keep_order_in_inductor() -> None:
+        """Give our ops lowerings of their own, once Inductor is imported. Called in their fake kernels."""
+        lowering = sys.modules.get("torch._inductor.lowering") if without_lowering else None
+        while lowering is not None and without_lowering:
+            op = without_lowering.pop()
+            lowering.register_lowering(op, type_promotion_kind=None)(in_order(lowering, op))
+
+    def in_order(lowering: Any, op: Any) -> Any:
+        make = lowering.fallback_handler(op, add_to_fallback_set=False)
+
+        def lower(*args: Any) -> Any:
+            # Inductor files what an effect comes after under a name by which its scheduler does not
+            # look for it (pytorch/pytorch#189209), and moves calls (test_inductor_moves_no_call).
+            graph = lowering.V.graph
+            first, before = len(graph.operations), graph.effectful_ops.get(ordered)
+            made = make(*args)
+            if before is not None:
+                for operation in graph.operations[first:]:
+                    after = graph.additional_buffer_deps[operation.get_operation_name()]
+                    after.add(before.get_name())
+            return made
+
+        return lower
 
     def unbacked_size() -> Any:
         """A length that is known when the graph runs. Called in an op's fake kernel."""
@@ -308,6 +336,7 @@ def graph_internals() -> SimpleNamespace:
         enable_single_level=enable_single_level_autograd_function,
         set_fwd_grad_enabled=_set_fwd_grad_enabled,
         register_ordered_effect=register_ordered_effect,
+        keep_order_in_inductor=keep_order_in_inductor,
         unbacked_size=unbacked_size,
     )
 

@@ -173,6 +173,7 @@ def _value_fake(  # noqa: PLR0917
     numbers: list[int],
     *_: str,
 ) -> list[Tensor]:
+    _TORCH.keep_order_in_inductor()
     shape = numbers[1 : 1 + numbers[0]]
     dtype = torch.promote_types(xs[0].dtype, torch.float32)
     return [xs[0].new_empty(shape, dtype=dtype), torch.empty(1, dtype=torch.int64, device="cpu")]
@@ -200,6 +201,7 @@ def _gradient_fake(
     ticket: Tensor,  # noqa: ARG001
     xs: list[Tensor],
 ) -> list[Tensor]:
+    _TORCH.keep_order_in_inductor()
     return [x.new_empty(x.shape) for x in xs]
 
 
