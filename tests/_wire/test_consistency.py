@@ -117,3 +117,21 @@ def test_counts_of_an_exchange_are_compared(with_counts):
 
 def test_messages_of_large_groups_do_not_grow():
     assert CallSpec.words(64) == CallSpec.words(16384) + 128
+
+
+@pytest.mark.ranks(3)
+def test_wrong_sizes_of_one_rank_are_named_on_every_rank(rank):
+    """Given sizes are not exchanged; in checked mode no rank waits for the one that raised."""
+    x, ones = torch.ones(2 if rank == 1 else 3), [1, 1, 1]
+    calls = {
+        "all_gather": lambda: ag.all_gather(x, sizes=[3, 3, 3]),
+        "shift": lambda: ag.shift(x, sizes=[3, 3, 3]),
+        "reduce_scatter": lambda: ag.reduce_scatter(x, sizes=ones),
+        "all_to_all": lambda: ag.all_to_all(x, send_sizes=ones, recv_sizes=ones),
+    }
+    for name, call in calls.items():
+        wanted = ag.errors.SizesError if rank == 1 else ag.errors.RankRaised
+        with ag.checked(), pytest.raises(wanted, match=name) as caught:
+            call()
+        assert rank == 1 or "rank 1" in str(caught.value)
+    assert ag.all_reduce(torch.ones(1)).item() == 3

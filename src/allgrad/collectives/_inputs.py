@@ -12,6 +12,7 @@ from allgrad._autograd.async_calls import DoneHandle, Handle, start
 from allgrad._autograd.transforms import apply, has_only_shape
 from allgrad._wire import handshake
 from allgrad._wire.calls import Call, describe_shapes, shapes_of_graph
+from allgrad._wire.consistency import is_checking, report_failure
 from allgrad._wire.handshake import RankArgs, TensorSpec
 from allgrad.collectives._pair_cache import remember
 from allgrad.containers.nests import Frame, split_tensors
@@ -256,12 +257,16 @@ def check_for_all(
     """Check this rank's arguments before the ranks exchange theirs.
 
     A mistake is told to all ranks in that exchange, and raised on every one. Where nothing is
-    exchanged it is raised here alone.
+    exchanged it is raised here alone; in checked mode the others, who come to this call, raise too.
     """
     try:
         return check()
     except InputError as error:
-        if not exchanged or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            raise
+        if not exchanged:
+            if is_checking() and call.size > 1:
+                report_failure(call, error)
             raise
         problem = error
     specs: tuple[TensorSpec, ...] = ()

@@ -42,15 +42,18 @@ def held_pieces(
     operation = operation or call.name
     find_out = sizes is None and call.size > 1
 
-    def check() -> tuple[Leaves, tuple[int, ...]]:
-        return take_leaves(call.name, x).along(call.name, dim)
-
-    leaves, dims = check_for_all(call, operation, x, check, exchanged=find_out)
-    if not find_out:
+    def check() -> tuple[Leaves, Partition]:
+        leaves, dims = take_leaves(call.name, x).along(call.name, dim)
+        if find_out:
+            return leaves, Partition(dims, ())
         known = "equal" if sizes is None else sizes
         own = [t.shape[d] for t, d in zip(leaves.tensors, dims, strict=True)]
         return leaves, Partition(dims, tuple(held_sizes(call, n, known) for n in own))
-    return leaves, Partition(dims, _sizes_by_rank(call, operation, leaves, dims))
+
+    leaves, known = check_for_all(call, operation, x, check, exchanged=find_out)
+    if not find_out:
+        return leaves, known
+    return leaves, Partition(known.dims, _sizes_by_rank(call, operation, leaves, known.dims))
 
 
 def _sizes_by_rank(
