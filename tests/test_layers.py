@@ -152,3 +152,12 @@ def test_import_loads_no_compiler_and_no_graph_code():
     more = done.stdout.splitlines()[2].split()  # 80 MB and a second, for nothing
     assert {"allgrad.losses.clip", "allgrad.nn.experts"} <= set(more)
     assert not [name for name in more if name.startswith(LATE)]
+
+
+def test_packages_are_imported_when_asked_for(monkeypatch):
+    import allgrad
+    import allgrad.nn
+
+    monkeypatch.delattr(allgrad, "nn")
+    assert allgrad.nn is sys.modules["allgrad.nn"]
+    assert not hasattr(allgrad, "loses")

@@ -1,5 +1,7 @@
 """Collectives with exact gradients for PyTorch."""
 
+from typing import TYPE_CHECKING
+
 from allgrad import errors, types
 from allgrad._autograd.lockstep import lockstep
 from allgrad._core.version import __version__
@@ -14,6 +16,28 @@ from allgrad.collectives.gather import gather, scatter
 from allgrad.collectives.join import join
 from allgrad.collectives.permute import permute, shift
 from allgrad.collectives.scan import scan
+
+if TYPE_CHECKING:
+    from allgrad import compat as compat
+    from allgrad import containers as containers
+    from allgrad import devices as devices
+    from allgrad import integrations as integrations
+    from allgrad import losses as losses
+    from allgrad import module_state as module_state
+    from allgrad import nn as nn
+    from allgrad import testing as testing
+    from allgrad import wrappers as wrappers
+else:
+    # Imported when allgrad.NAME is first asked for: most programs need few of them.
+    _PACKAGES = "compat containers devices integrations losses module_state nn testing wrappers"
+
+    def __getattr__(name):
+        if name not in _PACKAGES.split():
+            raise AttributeError(f"module 'allgrad' has no attribute {name!r}")
+        from importlib import import_module
+
+        return import_module(f"allgrad.{name}")
+
 
 __all__ = [
     "__version__",
