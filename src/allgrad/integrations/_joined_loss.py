@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from allgrad._core.held_group import HoldsGroup
 from allgrad.collectives.all_gather import all_gather
 from allgrad.containers import split_tensors
 from allgrad.errors import InputError
@@ -21,7 +22,7 @@ __all__ = ["JoinedLoss"]
 _GATHERS = ("gather_distributed", "gather_across_devices", "sinkhorn_gather_distributed")
 
 
-class JoinedLoss(nn.Module):
+class JoinedLoss(HoldsGroup, nn.Module):
     """Gather the batch of every rank, and give the whole of it to a loss that gathers nothing.
 
         rank 0   [ a a ]                                    loss(a a | b | c c c)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from allgrad._core.held_group import HoldsGroup
 from allgrad.losses._arguments import BUDGET, GradReduction, global_loss
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._kind import LossKind
@@ -63,7 +64,7 @@ def clip_loss(
     )
 
 
-class ClipLoss(nn.Module):
+class ClipLoss(HoldsGroup, nn.Module):
     """``clip_loss`` as a module with the call signature of open_clip's ``ClipLoss``."""
 
     def __init__(

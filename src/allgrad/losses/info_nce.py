@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from allgrad._core.held_group import HoldsGroup
 from allgrad.losses._arguments import BUDGET, GradReduction, global_loss
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._kind import LossKind
@@ -56,7 +57,7 @@ def info_nce_loss(
     )
 
 
-class InfoNCELoss(nn.Module):
+class InfoNCELoss(HoldsGroup, nn.Module):
     """``info_nce_loss`` as a module."""
 
     def __init__(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from allgrad._core.held_group import HoldsGroup
 from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import InputError, PieceMismatch
 from allgrad.losses._agreement import CallSpec, agree, require
@@ -50,7 +51,7 @@ class QueuedKeys(_Queued):
         self.features, self.count, self.ids = features, count, ids
 
 
-class KeyQueue(_Queued, nn.Module):
+class KeyQueue(HoldsGroup, _Queued, nn.Module):
     """The last keys of all ranks, the same on every rank (MoCo, cross-batch memory).
 
         rank 0   push [ a a ]         [ ... a a | b | c c c ]
@@ -86,6 +87,9 @@ class KeyQueue(_Queued, nn.Module):
         made = torch.zeros(capacity, dtype=torch.int64, device=device) if ids else None
         self.register_buffer("ids", made)
         self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=device))
+
+    def extra_repr(self) -> str:
+        return f"{self.capacity}, {self.width}, ids={self.ids is not None}"
 
     @torch.no_grad()
     def push(self, key: Tensor, ids: Tensor | None = None) -> None:

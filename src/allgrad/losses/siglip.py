@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from allgrad._core.held_group import HoldsGroup
 from allgrad.losses._arguments import BUDGET, GradReduction, global_loss
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._kind import LossKind
@@ -54,7 +55,7 @@ def siglip_loss(
     )
 
 
-class SigLipLoss(nn.Module):
+class SigLipLoss(HoldsGroup, nn.Module):
     """``siglip_loss`` as a module with the call signature of open_clip's ``SigLipLoss``."""
 
     def __init__(

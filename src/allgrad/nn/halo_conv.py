@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, conv2d, conv3d, pad
 
+from allgrad._core.held_group import HoldsGroup
 from allgrad.errors import InputError
 from allgrad.nn._ranks import find_place
 from allgrad.nn.halo import halo_exchange, lengths_along
@@ -23,7 +24,7 @@ C = TypeVar("C", bound=Conv)
 _FUNCTIONS = {1: conv1d, 2: conv2d, 3: conv3d}
 
 
-class HaloConv1d(nn.Conv1d):
+class HaloConv1d(HoldsGroup, nn.Conv1d):
     """A convolution of the joined tensor, of which each rank holds a piece along ``dim``.
 
         kernel of 3                   with halo          convolved
@@ -63,8 +64,8 @@ class HaloConv1d(nn.Conv1d):
         return _convolve_piece(self, x, self.dim, sizes, self.group)
 
 
-class HaloConv2d(nn.Conv2d):
-    """``HaloConv1d`` in two dimensions, of which one is split."""
+class HaloConv2d(HoldsGroup, nn.Conv2d):
+    """``HaloConv1d`` in two dimensions: ``dim=-1`` splits the width, ``dim=-2`` the height."""
 
     def __init__(self, *args: Any, dim: int = -1, group: GroupLike = None, **options: Any) -> None:
         """As the plain layer."""
@@ -86,8 +87,8 @@ class HaloConv2d(nn.Conv2d):
         return _convolve_piece(self, x, self.dim, sizes, self.group)
 
 
-class HaloConv3d(nn.Conv3d):
-    """``HaloConv1d`` in three dimensions, of which one is split."""
+class HaloConv3d(HoldsGroup, nn.Conv3d):
+    """``HaloConv1d`` in three dimensions: ``dim`` from -3 to -1 is the one that is split."""
 
     def __init__(self, *args: Any, dim: int = -1, group: GroupLike = None, **options: Any) -> None:
         """As the plain layer."""
@@ -155,7 +156,10 @@ def _padding(layer: Conv, axis: int) -> tuple[int, int]:
 def _check(layer: Conv, dim: int) -> None:
     name, spatial = type(layer).__name__, len(layer.kernel_size)
     if not -spatial <= dim < 0:
-        raise InputError(f"{name}: dim={dim} is not spatial.\nGive a dim from {-spatial} to -1.")
+        raise InputError(
+            f"{name}: dim={dim} does not name a spatial dim from the back.\n"
+            f"Give a dim from {-spatial} to -1, which is the last one."
+        )
     axis = dim + spatial
     if sum(_padding(layer, axis)) != _span(layer, axis) - 1:
         raise InputError(

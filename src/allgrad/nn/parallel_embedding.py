@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
+from allgrad._core.held_group import HoldsGroup
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.errors import InputError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["VocabParallelEmbedding"]
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(HoldsGroup, nn.Module):
     """An embedding of which each rank holds the vectors of some words.
 
         rank 0   words 0 1     ids [ 3 0 4 ]         [ e3 e0 e4 ]
@@ -98,6 +99,10 @@ class VocabParallelEmbedding(nn.Module):
 
     def _take(self, plain: nn.Embedding, rank: int) -> None:
         self.weight = nn.Parameter(plain.weight.detach().split(self.sizes)[rank].clone())
+
+    def extra_repr(self) -> str:
+        """The plain layer's, and the words of each rank."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, sizes={self.sizes}"
 
     @torch.no_grad()
     def to_plain(self) -> nn.Embedding:

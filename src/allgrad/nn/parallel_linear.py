@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from allgrad._core.held_group import HoldsGroup
 from allgrad.collectives.all_gather import all_gather, reduce_scatter, split
 from allgrad.collectives.all_reduce import all_reduce, share
 from allgrad.errors import TensorError
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
 
-class _ParallelLinear(nn.Module):
+class _ParallelLinear(HoldsGroup, nn.Module):
     """A piece of a plain layer, along the dim of the weight that a subclass names."""
 
     weight: nn.Parameter
@@ -82,6 +83,11 @@ class _ParallelLinear(nn.Module):
         if not sends:
             raise problem
         refuse(name, self.group, problem)
+
+    def extra_repr(self) -> str:
+        """The plain layer's, and what each rank holds of it."""
+        has_bias = self.bias is not None
+        return f"{self.in_features}, {self.out_features}, bias={has_bias}, sizes={self.sizes}"
 
     @torch.no_grad()
     def to_plain(self) -> nn.Linear:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
+from allgrad._core.held_group import HoldsGroup
 from allgrad.errors import TensorError
 from allgrad.nn._moments import Moments, moments_over_ranks
 from allgrad.nn._ranks import refuse
@@ -20,7 +21,7 @@ __all__ = ["SyncBatchNorm", "convert"]
 M = TypeVar("M", bound=nn.Module)
 
 
-class SyncBatchNorm(nn.BatchNorm1d):
+class SyncBatchNorm(HoldsGroup, nn.BatchNorm1d):
     """Normalise each channel by the mean and variance over the samples of all ranks.
 
         rank 0   [ a a ]                            normalised [ a a ]
