@@ -20,6 +20,9 @@ def right():
 
 def number():
     return 3
+
+def misspelt():
+    return right() | dict(wraper="ddp")
 """
 
 
@@ -47,6 +50,7 @@ def test_equal_and_different(module):
         ("own_training:wrong", "has no attribute"),
         ("no_module_of_this_name:f", "No module named"),
         ("own_training:number", "returned int"),
+        ("own_training:misspelt", "'wraper'"),
     ],
 )
 def test_bad_targets_are_named(target, words):

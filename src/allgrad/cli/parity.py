@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from enum import Enum
 from pathlib import Path
@@ -46,6 +47,11 @@ def parity(
     arguments |= {name: value for name, value in given.items() if value is not None}
     if wrapper is not None:
         arguments["wrapper"] = None if wrapper is Wrapper.NONE else wrapper.value
+    try:
+        inspect.signature(compare).bind(**arguments)
+    except TypeError as error:
+        words = f"{target} gives other arguments than parity takes: {error}."
+        raise typer.BadParameter(words, param_hint="target") from error
     report = compare(**arguments)
     typer.echo(str(report))
     if not report:
