@@ -150,10 +150,10 @@ def test_bad_input_raises_on_every_rank(rank, world):
     other[0, 0] = (targets[0, 0] + 1) % 9
     wrong = {
         "share of the vocabulary is empty": (hidden, weight[:0], targets, None, PieceMismatch),
-        "other rows": (hidden, weight, targets[:1], None, PieceMismatch),
+        "different numbers of rows": (hidden, weight, targets[:1], None, PieceMismatch),
         "other widths": (hidden, weight[:, :3], targets, None, PieceMismatch),
         "dtypes": (hidden, weight.float(), targets, None, PieceMismatch),
-        "other numbers of words": (hidden, weight, targets, bias[:2], PieceMismatch),
+        "different numbers of words": (hidden, weight, targets, bias[:2], PieceMismatch),
         "whole numbers": (hidden, weight, targets.double(), None, TensorError),
         "floating-point": (hidden.long(), weight, targets, None, TensorError),
         "other shape of hidden": (hidden[:1], weight, targets[:1], None, PieceMismatch),

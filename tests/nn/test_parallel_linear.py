@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import allgrad as ag
-from allgrad.errors import InputError, SizesError
+from allgrad.errors import InputError, SizesError, TensorError
 from allgrad.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from counting import Counted
 from exactness import leaf, loss, place, random
@@ -237,3 +237,8 @@ def test_unknown_word(rank, world):
 def test_embedding_that_cannot_be_split_exactly():
     with pytest.raises(InputError, match="max_norm"):
         VocabParallelEmbedding.from_plain(nn.Embedding(4, 2, max_norm=1.0))
+
+
+def test_ids_that_are_not_whole_numbers():
+    with pytest.raises(TensorError, match=r"ids are torch.float32.\nGive int64 or int32"):
+        VocabParallelEmbedding(6, 4)(torch.tensor([1.0]))

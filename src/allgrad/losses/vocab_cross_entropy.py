@@ -199,13 +199,13 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor
     require(
         targets.shape == hidden.shape[:-1],
         PieceMismatch,
-        "targets and hidden have other rows.",
+        "targets and hidden have different numbers of rows.",
         "Give one target for each row of hidden.",
     )
     require(
         bias is None or bias.shape == weight.shape[:1],
         PieceMismatch,
-        "bias and weight have other numbers of words.",
+        "bias and weight have different numbers of words.",
         "Give one number for each word of this rank.",
     )
     require(

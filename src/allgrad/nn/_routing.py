@@ -196,7 +196,7 @@ def _require_fitting(facts: Sequence[_Facts], number: int) -> None:
                     for f in facts
                 ],
                 marks,
-                "Give routing of shape (tokens) or (tokens, choices).",
+                "Give routing as int64, of shape (tokens) or (tokens, choices).",
             )
         )
     marks = {rank: "unknown" for rank, f in enumerate(facts) if f.low < -1 or f.high >= number}

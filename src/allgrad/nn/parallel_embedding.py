@@ -11,7 +11,7 @@ from torch.nn.functional import embedding
 from allgrad._core.held_group import HoldsGroup
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.all_reduce import all_reduce
-from allgrad.errors import InputError
+from allgrad.errors import InputError, TensorError
 from allgrad.nn._ranks import feature_sizes, find_place, refuse
 
 if TYPE_CHECKING:
@@ -136,14 +136,23 @@ class VocabParallelEmbedding(HoldsGroup, nn.Module):
             padding = None
         try:
             found = embedding(at, weight, padding)
-        except IndexError:
-            found = None
+        except (IndexError, RuntimeError) as error:
+            found, reason = None, error
         if found is None:
-            problem = InputError(
+            refuse("VocabParallelEmbedding", self.group, self._problem(ids, reason))
+        found = found.masked_fill(~own.unsqueeze(-1), 0)
+        return found if rows else found + self.weight.sum()
+
+    def _problem(self, ids: Tensor, reason: Exception) -> InputError:
+        """What is wrong with ids that torch's lookup refused."""
+        if isinstance(reason, IndexError):
+            return InputError(
                 f"VocabParallelEmbedding: ids are from {int(ids.min())} to {int(ids.max())}, but the "
                 f"vocabulary has {self.num_embeddings} words.\nGive ids from 0 to "
                 f"{self.num_embeddings - 1}."
             )
-            refuse("VocabParallelEmbedding", self.group, problem)
-        found = found.masked_fill(~own.unsqueeze(-1), 0)
-        return found if rows else found + self.weight.sum()
+        if ids.dtype not in {torch.int64, torch.int32}:
+            return TensorError(
+                f"VocabParallelEmbedding: ids are {ids.dtype}.\nGive int64 or int32."
+            )
+        raise reason

@@ -26,7 +26,8 @@ class GradientScale(NamedTuple):
     why: str
 
     def __str__(self) -> str:
-        return f"{self.wrapper}: .grad is {self.factor:g} times the sum over ranks; {self.why}"
+        what = "this rank's own part" if self.wrapper == "no wrapper" else "the sum over ranks"
+        return f"{self.wrapper}: .grad is {self.factor:g} times {what}; {self.why}"
 
 
 def gradient_scale(model: nn.Module, *, accumulation: int = 1) -> GradientScale:
@@ -48,9 +49,7 @@ def gradient_scale(model: nn.Module, *, accumulation: int = 1) -> GradientScale:
     """
     kind, ranks = _kind(model)
     if kind == "none":
-        return GradientScale(
-            "no wrapper", 1 / accumulation, "every rank keeps its own part: nothing is summed."
-        )
+        return GradientScale("no wrapper", 1 / accumulation, "nothing is summed.")
     if model in _summing:
         return GradientScale(kind, 1 / accumulation, "it sums, as sum_gradients asked it to.")
     why = f"it takes the mean over {ranks} ranks"
