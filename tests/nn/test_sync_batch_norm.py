@@ -1,11 +1,13 @@
 """SyncBatchNorm: torch's batch norm on the joined batch."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import allgrad as ag
-from allgrad.errors import TensorError
+from allgrad.errors import InputError, TensorError
 from allgrad.nn import SyncBatchNorm, convert, minibatch_stddev
 from counting import Counted
 from exactness import leaf, loss, place, random
@@ -178,6 +180,34 @@ def test_convert_takes_over_parameters_and_state(rank, world):
     assert isinstance(convert(nn.SyncBatchNorm(3), None), SyncBatchNorm)
     bare = convert(nn.BatchNorm1d(3, affine=False, track_running_stats=False))
     assert bare(torch.randn(4, 3)).shape == (4, 3)
+
+
+@pytest.mark.ranks(3)
+def test_convert_of_a_norm_that_is_used_twice(rank, world):
+    norm = nn.BatchNorm1d(3).double()
+    plain = nn.Sequential(norm, nn.Tanh(), nn.Sequential(norm), norm)
+    ours = convert(copy.deepcopy(plain))
+    assert ours[0] is ours[2][0] is ours[3]
+    x = pieces_of(world, "ragged", SHAPES[1], 0)
+    got, want = ours(x[rank]), plain(torch.cat(x)).split(LENGTHS["ragged"][:world])[rank]
+    close(got, want, "the output")
+    close(ours[0].running_var, norm.running_var, "running_var")
+
+
+class WithReLU(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_convert_refuses_what_is_more_than_a_batch_norm():
+    module = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(WithReLU(3)))
+    with pytest.raises(InputError, match=r"1\.0, a WithReLU, has a forward of its own"):
+        convert(module)
+    assert type(module[0]) is nn.BatchNorm2d
+    with pytest.raises(
+        InputError, match="the module, a LazyBatchNorm1d, does not know its features"
+    ):
+        convert(nn.LazyBatchNorm1d())
 
 
 @pytest.mark.ranks(2)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
 from allgrad._core.held_group import HoldsGroup
-from allgrad.errors import TensorError
+from allgrad.errors import InputError, TensorError
 from allgrad.nn._moments import Moments, moments_over_ranks
 from allgrad.nn._ranks import refuse
 
@@ -31,7 +31,8 @@ class SyncBatchNorm(HoldsGroup, nn.BatchNorm1d):
     The twin of ``BatchNorm1d``, ``2d`` and ``3d`` on the joined batch: inputs are (N, C, ...) with
     any N on each rank, also none, and parameters, buffers and state_dict are theirs. Running
     statistics follow the joined batch, and are the same on every rank. In eval mode nothing is
-    sent: each rank normalises by its own running statistics.
+    sent: each rank normalises by its own running statistics; with ``track_running_stats=False`` by
+    those of its own samples, as torch's SyncBatchNorm does.
 
     Gradient: exact to any order, so that gradient penalties work. Each rank normalises its own
     samples by the statistics, hence ``grad="sum"``: a sample's gradient includes what it did to
@@ -110,13 +111,38 @@ def convert(module: M, group: GroupLike = None) -> M | SyncBatchNorm:
     """Replace every batch norm of torch inside ``module`` by a ``SyncBatchNorm`` over ``group``.
 
     Parameters and buffers are taken over, not copied. The module itself is changed, and returned;
-    where it is a batch norm, its replacement is.
+    where it is a batch norm, its replacement is. What no SyncBatchNorm can stand for raises: a lazy
+    batch norm without features yet, and a subclass with a forward of its own.
     """
-    if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm):
-        return _converted(module, group)
-    for name, child in module.named_children():
-        setattr(module, name, convert(child, group))
-    return module
+    made: dict[nn.Module, SyncBatchNorm] = {}
+    # A batch norm may stand in several places (test_convert_of_a_norm_that_is_used_twice).
+    everywhere = list(module.named_modules(remove_duplicate=False))
+    for name, plain in everywhere:
+        if isinstance(plain, _LAZY):
+            raise InputError(
+                f"convert: {_named(name, plain)} does not know its features yet.\n"
+                "Run a batch through the module before the call."
+            )
+        if isinstance(plain, _NORMS) and plain not in made:
+            if type(plain).forward not in _FORWARDS:
+                raise InputError(
+                    f"convert: {_named(name, plain)} has a forward of its own, which a SyncBatchNorm "
+                    "would leave out.\nReplace it by a batch norm of torch and what it adds to one."
+                )
+            made[plain] = _converted(plain, group)
+    for name, plain in everywhere:
+        if plain in made and name:
+            module.set_submodule(name, made[plain])
+    return made.get(module, module)
+
+
+_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+_LAZY = nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d
+_FORWARDS = nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward
+
+
+def _named(name: str, module: nn.Module) -> str:
+    return f"{name or 'the module'}, a {type(module).__name__},"
 
 
 def _converted(
