@@ -142,6 +142,42 @@ def test_second_derivatives_are_refused_in_every_way_of_asking(backend):
                 twice(ask)
 
 
+def test_graph_knows_the_dtype_of_a_loss():
+    """Inductor reads the memory of a loss in that dtype, whatever it holds."""
+    q, k, *_ = inputs(3, 0)
+    single, ids, double = (
+        [x.detach().float() for x in (q, k)],
+        torch.arange(3),
+        torch.ones(3).double(),
+    )
+    calls = [
+        lambda: losses.clip_loss(scale=torch.tensor(5.0), text=k, image=q),
+        lambda: losses.cross_entropy(targets=ids, weight=k, hidden=q),
+        lambda: losses.supcon_loss(*single, 5.0, ids, ids, query_weights=double),
+        lambda: losses.multiple_negatives_loss(*single, 5.0, weights=double),
+    ]
+
+    def found():
+        return [(loss, torch.empty(0, dtype=loss.dtype)) for loss in [call() for call in calls]]
+
+    for loss, known in torch.compile(found, fullgraph=True, backend="aot_eager")():
+        assert loss.dtype == known.dtype
+
+
+def test_another_python_number_is_another_graph():
+    q, k, words, *_ = inputs(3, 0)
+
+    def loss(scale, ignored):
+        targets = torch.arange(3)
+        return losses.clip_loss(q, k, scale) + losses.cross_entropy(
+            q, words, targets, ignore_index=ignored
+        )
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for numbers in ((5.0, 0), (7.5, 2), (2.5, 1)):
+        torch.testing.assert_close(compiled(*numbers), loss(*numbers), rtol=1e-13, atol=1e-13)
+
+
 def test_graph_dropped_without_backward_is_freed():
     q, k, _, scale, _ = inputs(3, 0)
     compiled = torch.compile(losses.siglip_loss, fullgraph=True, backend="aot_eager")

@@ -91,5 +91,5 @@ def weighted_sums(losses: Tensor, counted: Tensor, weights: Tensor | None) -> Te
     """The weighted sum of the losses of rows that count, and the sum of the weights."""
     weight = counted.to(losses.dtype)
     if weights is not None:
-        weight = weight * weights
+        weight = weight * weights.to(weight.dtype)  # the dtype of a loss is that of its features
     return torch.stack([(weight * losses).sum(), weight.sum()])

@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from allgrad._autograd.transforms import ANCHOR
 from allgrad._core.torch_internals import (
@@ -80,11 +81,17 @@ def trace(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
 
 
 def _described(value: Any) -> tuple[list[Tensor], str]:
-    """The tensors of an argument, and what it is made of them again."""
+    """The tensors of an argument, and what it is made of them again.
+
+    A number that changes from call to call is a symbol of TorchDynamo's, which has no text; as a
+    constant of the graph it has one (test_another_python_number_is_another_graph).
+    """
     if isinstance(value, Tensor):
         return [value], "tensor"
     if isinstance(value, float):
-        return [], f"float {value!r}"  # infinity is no literal
+        return [], f"float {guard_scalar(value)!r}"  # infinity is no literal
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [], f"literal {guard_scalar(value)!r}"
     if isinstance(value, KeyQueue):
         held = [value.features, value.count]
         return (held, "queue") if value.ids is None else ([*held, value.ids], "queue")

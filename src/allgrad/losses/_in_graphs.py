@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import wraps
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 import torch
@@ -29,6 +30,7 @@ def in_graphs(loss: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """
     name = loss.__name__
     EAGER[name] = loss
+    first = next(iter(signature(loss).parameters))
 
     @wraps(loss)
     def call(*args: Any, **options: Any) -> Tensor:
@@ -41,6 +43,8 @@ def in_graphs(loss: Callable[P, Tensor]) -> Callable[P, Tensor]:
             return between
         from allgrad.losses import _graph_op
 
+        if first in options:  # the op has the dtype and the device of its first tensor
+            args = options.pop(first), *args
         return _graph_op.trace(name, args, options)
 
     return cast("Callable[P, Tensor]", call)
