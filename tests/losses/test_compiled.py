@@ -178,6 +178,15 @@ def test_another_python_number_is_another_graph():
         torch.testing.assert_close(compiled(*numbers), loss(*numbers), rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.ranks(2)
+def test_func_of_a_loss_falls_back_to_eager_code(rank):
+    """TorchDynamo can break no graph inside torch.func, and must not trace what the loss sends."""
+    q, k, _, scale, _ = (x.detach() for x in inputs(ROWS[rank], rank))
+    first = torch.func.grad(losses.clip_loss)
+    got = torch.compile(first, backend="aot_eager")(q, k, scale)
+    torch.testing.assert_close(got, first(q, k, scale), rtol=1e-13, atol=1e-13)
+
+
 def test_graph_dropped_without_backward_is_freed():
     q, k, _, scale, _ = inputs(3, 0)
     compiled = torch.compile(losses.siglip_loss, fullgraph=True, backend="aot_eager")

@@ -380,3 +380,17 @@ def test_complex_numbers_in_a_graph(rank):
         return torch.view_as_real(y * y.conj() * 1j + y)
 
     check_as_eager(run, random(((2, 1)[rank], 2), rank))
+
+
+@pytest.mark.ranks(2)
+def test_eager_code_inside_a_compiled_transform(rank):
+    """Where a graph breaks inside torch.func, TorchDynamo must not trace what a collective sends."""
+
+    def loss(x):
+        torch._dynamo.graph_break()
+        return ag.all_reduce(ag.all_gather(x.sin(), sizes=SIZES[:2]), "max").exp().sum()
+
+    x = random((SIZES[rank], 2), rank)
+    torch._dynamo.reset()
+    got = torch.compile(func.grad(loss), backend="aot_eager")(x)
+    same(got, func.grad(loss)(x), "the gradient")

@@ -35,6 +35,7 @@ from allgrad._core.torch_internals import (
     forget_own_guards,
     functorch_active,
     graph_internals,
+    never_traced,
     process_group_named,
 )
 from allgrad._wire import calls
@@ -170,6 +171,7 @@ def _described_call(call: Call) -> tuple[str, str, str, str, str, bool]:
     return name, call.name, call.nest, call.details, call.site, first
 
 
+@never_traced
 def _run(xs: list[Tensor], node: str, sizes: list[int]) -> list[Tensor]:
     key: tuple[Any, ...] = node, *sizes
     known = _MAPS.get(key)
@@ -238,6 +240,7 @@ def _run_fake(xs: list[Tensor], node: str, sizes: list[int]) -> list[Tensor]:
     ]
 
 
+@never_traced
 def _exchange(  # noqa: PLR0917
     xs: list[Tensor],
     anchor: Tensor,  # noqa: ARG001

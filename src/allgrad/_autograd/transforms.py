@@ -29,6 +29,7 @@ from allgrad._core.torch_internals import (
     functorch_active,
     inside_jvp,
     is_batched_gradient,
+    never_traced,
     rebatch,
     transform_names,
     unbatch,
@@ -118,6 +119,7 @@ def in_lockstep() -> bool:
     return _order is not None
 
 
+@never_traced
 def run_map(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Run the pair's map below view tracking: a view made inside an autograd.Function could not be
     changed in place by the caller (y /= 2). A tensor that is handed through stays as it is.
@@ -145,6 +147,7 @@ def needs_graph(xs: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and _differentiable(xs)
 
 
+@never_traced
 def _plain(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     # A tensor that is handed through: the caller's own leaf would still require grad.
     if len(xs) == 1:
@@ -230,6 +233,7 @@ class _Apply(torch.autograd.Function):
     """The pair with every rule: backward, forward mode, batches."""
 
     @staticmethod
+    @never_traced
     def forward(pair: AdjointPair, anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
         return run_map(pair, xs)
 

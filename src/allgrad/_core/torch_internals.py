@@ -70,6 +70,7 @@ __all__ = [
     "is_zero_tensor",
     "kernel_inputs",
     "lengths_differ",
+    "never_traced",
     "node_class",
     "nodes_made",
     "process_group_named",
@@ -152,6 +153,22 @@ def constant_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
 
 
 transform_names = constant_in_graphs(transform_names)
+
+
+def never_traced(what: T) -> T:
+    """Have TorchDynamo leave a function alone, or those of a class, and all that they call.
+
+    Beside a graph it traces whatever eager code runs, and fails on the calls into a process group. What
+    is inlined into a graph is traced as ever. What torch.compiler.disable does, without a wrapper in
+    every call, and without importing TorchDynamo for every user.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    for function in vars(what).values() if isinstance(what, type) else [what]:
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
+        if code is not None:
+            frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+    return what
 
 
 # ---- autograd --------------------------------------------------------------------------------

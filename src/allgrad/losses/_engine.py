@@ -34,6 +34,7 @@ import torch
 
 from allgrad._autograd import call_order
 from allgrad._autograd.transforms import ANCHOR, is_plain_autograd
+from allgrad._core.torch_internals import never_traced
 from allgrad._wire import primitives as wire
 from allgrad.losses._first_order import Inputs, Kept, first_gradients, loss_value
 from allgrad.losses._modes import first_order, loss_in_transform, outside_autocast
@@ -73,6 +74,7 @@ def _number(x: Tensor, q: Tensor) -> Tensor:
     return x.reshape(()).to(q.device, dtype)
 
 
+@never_traced
 @call_order.ordered
 class _ContrastiveLoss(torch.autograd.Function):
     """The loss in eager autograd."""

@@ -19,6 +19,7 @@ import torch
 
 from allgrad._autograd import call_order
 from allgrad._autograd.transforms import ANCHOR, in_lockstep, is_plain_autograd
+from allgrad._core.torch_internals import never_traced
 from allgrad._wire import primitives as wire
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.all_reduce import all_reduce
@@ -78,6 +79,7 @@ class GlobalMean:
         return mean
 
 
+@never_traced
 @call_order.ordered
 class _Mean(torch.autograd.Function):
     @staticmethod

@@ -25,6 +25,7 @@ from allgrad._autograd.transforms import ANCHOR
 from allgrad._core.torch_internals import (
     compiled_backward_creates_graph,
     graph_internals,
+    never_traced,
     process_group_named,
 )
 from allgrad._wire.calls import at_site, resolve, traced_site
@@ -140,6 +141,7 @@ _numbers = itertools.count(1)
 _graphs: WeakValueDictionary[int, _EagerGraph] = WeakValueDictionary()
 
 
+@never_traced
 def _value(  # noqa: PLR0917
     xs: list[Tensor],
     anchor: Tensor,  # noqa: ARG001
@@ -186,6 +188,7 @@ def _value_fake(  # noqa: PLR0917
     return [xs[0].new_empty(shape, dtype=dtype), torch.empty(1, dtype=torch.int64, device="cpu")]
 
 
+@never_traced
 def _gradient(
     by_loss: Tensor,
     ticket: Tensor,

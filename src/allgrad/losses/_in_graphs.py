@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from allgrad._autograd.transforms import in_lockstep
-from allgrad._core.torch_internals import dual_level, functorch_active
+from allgrad._core.torch_internals import dual_level, functorch_active, never_traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ def in_graphs(loss: Callable[P, Tensor]) -> Callable[P, Tensor]:
     block the loss runs between two graphs, in eager code, which has every derivative.
     """
     name = loss.__name__
-    EAGER[name] = loss
+    EAGER[name] = never_traced(loss)
     first = next(iter(signature(loss).parameters))
 
     @wraps(loss)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from allgrad._autograd.transforms import ANCHOR, mode_anchor
+from allgrad._core.torch_internals import never_traced
 from allgrad.errors import ModeError
 from allgrad.losses._first_order import Inputs, Kept, first_gradients, loss_value
 from allgrad.losses._second_order import directional_derivative, second_gradients
@@ -73,6 +74,7 @@ def no_vmap(name: str) -> ModeError:
     )
 
 
+@never_traced
 class _Loss(_Mode):
     @staticmethod
     def forward(config: LossConfig, anchor: Tensor, *x: Tensor) -> Tensor:  # noqa: ARG004
@@ -101,6 +103,7 @@ class _Loss(_Mode):
         return found
 
 
+@never_traced
 class _FirstGradients(_Mode):
     @staticmethod
     def forward(
@@ -139,6 +142,7 @@ class _FirstGradients(_Mode):
         raise _too_high(ctx.config.name, "forward mode over the gradient")
 
 
+@never_traced
 class _SecondGradients(_Mode):
     @staticmethod
     def forward(config: LossConfig, anchor: Tensor, *inputs: Tensor) -> Gradients:  # noqa: ARG004
@@ -161,6 +165,7 @@ class _SecondGradients(_Mode):
         raise _too_high(ctx.name, "third derivatives")
 
 
+@never_traced
 class _Directional(_Mode):
     @staticmethod
     def forward(config: LossConfig, anchor: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG004

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from allgrad._core.torch_internals import functorch_active
+from allgrad._core.torch_internals import functorch_active, never_traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,6 +33,7 @@ def _recomputed_tuple(
     return found
 
 
+@never_traced
 class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
