@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import allgrad as ag
 from allgrad._autograd.graph_ops import RULES_VERSION
-from allgrad._core import torch_internals
+from allgrad._core import graph_internals
 from calls import CALLS, EVERYTHING, ON_THREE_RANKS, Place
 from differentiation import Through
 from exactness import leaf, random, same
@@ -280,7 +280,7 @@ def test_graphs_are_guarded_by_state_alone(rank):
         assert any(name.endswith(state) for name in guarded), state
     assert len(guarded) < 40, "\n".join(guarded)
     with ag.lockstep():  # its state is a function
-        assert not torch_internals._is_on_own_code(
+        assert not graph_internals._is_on_own_code(
             "G['__import_allgrad_dot__autograd_dot_transforms']._order"
         )
 

@@ -29,12 +29,11 @@ import torch
 
 from allgrad._autograd.adjoint_pair import HANDSHAKE, MAKERS
 from allgrad._autograd.transforms import ANCHOR, apply
+from allgrad._core.graph_internals import forget_own_guards, graph_internals
 from allgrad._core.partition import Partition
 from allgrad._core.torch_internals import (
     constant_in_graphs,
-    forget_own_guards,
     functorch_active,
-    graph_internals,
     never_traced,
     process_group_named,
 )

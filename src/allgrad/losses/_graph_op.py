@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from allgrad._autograd.transforms import ANCHOR
+from allgrad._core.graph_internals import compiled_backward_creates_graph, graph_internals
 from allgrad._core.torch_internals import (
-    compiled_backward_creates_graph,
-    graph_internals,
     never_traced,
     process_group_named,
 )
@@ -40,7 +39,7 @@ __all__ = ["trace"]
 
 # torch keeps compiled graphs on disk and finds them by the names of their ops. Raise this number
 # when a schema or a derivative changes.
-_NAMESPACE = "allgrad_losses_1"
+_NAMESPACE = "allgrad_losses_2"
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 _OPS = getattr(torch.ops, _NAMESPACE)
 _SENDS = (torch.Tag.nondeterministic_seeded,)
