@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 import allgrad as ag
 from allgrad._wire import pairwise, primitives
-from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError
+from allgrad.errors import InputError, PieceMismatch, RankRaised, SizesError, TensorError
 from allgrad.nn import combine, dispatch
 from counting import Counted
 from exactness import place, random
@@ -261,3 +261,12 @@ def test_numbers_of_experts(rank, world):
     sent = dispatch(x, routing, experts=3)
     raises_everywhere(PieceMismatch, lambda: combine(torch.zeros(9, 1), sent), "(9, 1)")
     assert ag.all_reduce(torch.ones(1)).item() == world
+
+
+@pytest.mark.ranks(3)
+def test_experts_that_the_ranks_do_not_divide(rank, world):
+    x, routing = torch.zeros(2, WIDTH), torch.zeros(2, dtype=torch.int64)
+    wanted, words = (SizesError, r"experts=\[2, 1, 1\]") if rank == 1 else (RankRaised, "rank 1")
+    with ag.checked(), pytest.raises(wanted, match=words):
+        dispatch(x, routing, experts=4 if rank == 1 else 3)
+    assert sum(dispatch(x, routing, experts=[2, 1, 1]).counts) == (6, 0, 0)[rank]

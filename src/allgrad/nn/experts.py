@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from allgrad._autograd.transforms import apply
+from allgrad._core.partition import even
 from allgrad._wire.calls import describe_shapes
 from allgrad._wire.primitives import resolve
 from allgrad.errors import InputError, PieceMismatch, SizesError, rank_table
-from allgrad.nn._ranks import Place, feature_sizes, refuse
+from allgrad.nn._ranks import Place, refuse
 from allgrad.nn._routes import Route
 from allgrad.nn._routing import Options, choices_in_order, exchange_counts
 
@@ -79,15 +80,7 @@ def dispatch(
         return sent
     call = resolve("dispatch", group, lambda: describe_shapes([x], 0))
     place = Place(call.rank, call.size)
-    if isinstance(experts, int):
-        held = feature_sizes("dispatch", "experts", experts, place.world, ragged=False)
-    else:
-        held = tuple(experts)
-        if len(held) != place.world or any(n < 0 for n in held):
-            raise SizesError(
-                f"dispatch: experts={list(held)} for a group of {place.world} ranks.\n"
-                "Give one number for each rank, in rank order."
-            )
+    held = _held_by_rank(experts, place.world, group)
     found = choices_in_order(x, routing, sum(held))
     same = Options(held, capacity, drop)
     counts, arrived = exchange_counts(call, x, routing, same, found, group)
@@ -105,6 +98,27 @@ def dispatch(
     route.arrived = arrived
     (tokens,) = apply(route.pair(call), [x])
     return Dispatched(tokens, route.counts, route.experts, dropped, routing.shape, route, group)
+
+
+def _held_by_rank(experts: int | Sequence[int], world: int, group: GroupLike) -> tuple[int, ...]:
+    """How many experts each rank holds."""
+    if isinstance(experts, int):
+        held = even(experts, world)
+        if experts % world:
+            problem = SizesError(
+                f"dispatch: experts={experts} does not divide by {world} ranks.\n"
+                f"Say how many each rank holds, such as experts={list(held)}."
+            )
+            refuse("dispatch", group, problem)
+    else:
+        held = tuple(experts)
+        if len(held) != world or any(n < 0 for n in held):
+            problem = SizesError(
+                f"dispatch: experts={list(held)} for a group of {world} ranks.\n"
+                "Give one number for each rank, in rank order."
+            )
+            refuse("dispatch", group, problem)
+    return held
 
 
 def combine(y: Tensor, sent: Dispatched, weights: Tensor | None = None) -> Tensor:
