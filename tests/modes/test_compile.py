@@ -17,6 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 import allgrad as ag
 from allgrad._autograd.graph_ops import RULES_VERSION
 from allgrad._core import graph_internals
+from allgrad._core.torch_internals import constant_in_graphs
 from calls import CALLS, EVERYTHING, ON_THREE_RANKS, Place
 from differentiation import Through
 from exactness import leaf, random, same
@@ -264,7 +265,7 @@ def test_graphs_are_guarded_by_state_alone(rank):
     """Not by the functions, classes and modules of allgrad, which no program changes."""
     guarded = []
 
-    @torch_internals.constant_in_graphs
+    @constant_in_graphs
     def keep():
         context = torch._guards.TracingContext.get().guards_context
         guarded.extend(g.name for g in context.dynamo_guards if "__import_allgrad" in g.name)
