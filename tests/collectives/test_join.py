@@ -83,6 +83,9 @@ def test_one_ranks_trouble_raises_on_all(rank, world):
     assert [tuple(batch.shape) for batch, _ in given] == [(2 * (step < rank), 1) for step in (0, 1)]
     with pytest.raises(InputError, match="rank 2: a batch without"):
         list(ag.join([(torch.tensor(1.0), "words")] if rank == 2 else [torch.zeros(2, 1)]))
+    for before in ([], [torch.zeros(2, 1)]):  # None is no empty batch
+        with pytest.raises(InputError, match="rank 1: a batch without"):
+            list(ag.join([*before, None if rank == 1 else torch.zeros(2, 1)]))
     assert not list(ag.join([]))
 
 

@@ -74,7 +74,7 @@ def join(
         except Exception as raised:  # noqa: BLE001 - told to all ranks, then raised again
             state, error = _State.RAISED, raised
         rows = 0
-        if batch is not None:
+        if state is _State.BATCH:
             rows = _rows(batch)
             state = _State.NO_ROWS if rows < 0 else state
         states, sizes = _exchange(call, state, rows)
@@ -83,10 +83,11 @@ def join(
         _require_batches(states, sizes)
         if all(s in {_State.DONE, _State.NEVER} for s in states):
             return
-        if batch is None:
+        if state is _State.DONE:
             assert last is not None
             batch = last = map_tensors(_without_rows, last)
-        elif empty is None:
+        assert batch is not None  # it would have no rows
+        if empty is None:
             last = batch
         yield batch, sizes
 
