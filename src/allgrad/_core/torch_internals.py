@@ -152,9 +152,12 @@ def never_traced(what: T) -> T:
 
     Beside a graph it traces whatever eager code runs, and fails on the calls into a process group. What
     is inlined into a graph is traced as ever. What torch.compiler.disable does, without a wrapper in
-    every call, and without importing TorchDynamo for every user.
+    every call, and without importing TorchDynamo for every user. Without it: what is compiled inside
+    torch.func, or by compiled autograd, ends in errors of TorchDynamo's.
     """
-    frames = torch._C._dynamo.eval_frame
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    if not hasattr(frames, "set_code_exec_strategy"):
+        return what
     skip = frames._FrameAction.SKIP
     for function in vars(what).values() if isinstance(what, type) else [what]:
         code = getattr(getattr(function, "__func__", function), "__code__", None)

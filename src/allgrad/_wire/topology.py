@@ -31,7 +31,7 @@ class Topology:
         return tuple(where[rank] for rank in sorted(where))
 
     @cached_property
-    def in_rows(self) -> bool:
+    def consecutive(self) -> bool:
         """Whether the ranks of each host follow one another."""
         return all(ranks == tuple(range(ranks[0], ranks[-1] + 1)) for ranks in self.hosts)
 

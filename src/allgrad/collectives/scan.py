@@ -161,9 +161,14 @@ def _prefix(call: Call, flat: Tensor, step: int, exclusive: bool) -> Tensor:
 
 
 def _chains(call: Call, flat: Tensor) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host, where hosts pay and have ranks in a row; otherwise all ranks as one."""
+    """The ranks of each host, if these are consecutive and the piece is large; otherwise all ranks as one."""
     topology = find_topology(call)
-    if len(topology.hosts) > 1 and topology.in_rows and flat.is_cpu and flat.nbytes > FLAT_PIECE:
+    if (
+        len(topology.hosts) > 1
+        and topology.consecutive
+        and flat.is_cpu
+        and flat.nbytes > FLAT_PIECE
+    ):
         return topology.hosts
     return (tuple(range(call.size)),)
 
