@@ -15,6 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from allgrad._wire.probe import SharedStore
 from allgrad._wire.world import Rendezvous, rank_of, size_of, stop
 from allgrad.cli.doctor import command, exactness, rules
 from allgrad.cli.doctor.examination import _plan, examine
@@ -117,6 +118,21 @@ def test_missing_rank_is_named_in_time():
 def test_without_rank_0_the_lowest_rank_reports():
     report = job(3, [1, 2], deadline=1.0)
     assert problems(report)["ranks"] == "2 of 3 came (ranks 1-2); missing: rank 0"
+
+
+class BusyStore(SharedStore):
+    """Takes longer to answer than the shortest wait."""
+
+    def wait(self, key, seconds):
+        return super().wait(key, seconds) if seconds > 0.1 else None
+
+
+def test_what_a_busy_store_holds_is_read_after_the_deadline():
+    """Otherwise each rank would take itself for the lowest one, and report."""
+    server = Rendezvous()
+    store = BusyStore("127.0.0.1", server.port, serve=False, seconds=5.0, name="a test")
+    store.put("facts/1", "17")
+    assert Meeting(store, 2, 3, time.monotonic()).collect("facts", 0.0) == {1: 17}
 
 
 def test_two_versions_are_named():

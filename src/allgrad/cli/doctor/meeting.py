@@ -10,6 +10,7 @@ does not come, the lowest rank that did takes its place, after the deadline.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from allgrad._wire.probe import SharedStore
+from allgrad._wire.store import ask
 from allgrad.cli.doctor.findings import Finding, problem
 
 if TYPE_CHECKING:
@@ -49,13 +51,14 @@ class Meeting:
 
     def bring(self, name: str, value: Any) -> Phase:
         """Write this rank's value; rank 0 collects all of them, the others wait for its decision."""
-        self.store.put(f"{name}/{self.rank}", json.dumps(value))
+        own = json.dumps(value)
+        self.store.put(f"{name}/{self.rank}", own)
         if self.rank == 0:
             return Phase(self.collect(name, self.left()), None)
         decided = self.store.wait(f"{name}/decision", self.left() + _GRACE)
         if decided is not None:
             return Phase(None, _parsed(decided))
-        came = self.collect(name, 0.0)
+        came = {self.rank: _parsed(own)} | self.collect(name, 0.0)
         return Phase(came if min(came) == self.rank else None, "stop")
 
     def decide(self, name: str, decision: Any) -> None:
@@ -77,13 +80,20 @@ class Meeting:
         return str(brought.get("at", "")) if isinstance(brought, dict) else ""
 
     def collect(self, name: str, seconds: float) -> dict[int, Any]:
-        """The values of the ranks that came within so many seconds."""
+        """The values of the ranks that came within so many seconds, as far as the store answers."""
         until, came = time.monotonic() + seconds, {}
-        for rank in range(self.size):
-            text = self.store.wait(f"{name}/{rank}", until - time.monotonic())
-            if text is not None:
-                came[rank] = _parsed(text)
+        with contextlib.suppress(RuntimeError):  # the store is gone, or silent
+            for rank in range(self.size):
+                text = self._read(f"{name}/{rank}", until - time.monotonic())
+                if text is not None:
+                    came[rank] = _parsed(text)
         return came
+
+    def _read(self, key: str, seconds: float) -> str | None:
+        """Wait for a text; after the time, a busy store still gets time to tell whether it is there."""
+        if seconds > 0:
+            return self.store.wait(key, seconds)
+        return ask(self.store.torch_store, lambda: self.store.get(key))
 
 
 def _parsed(text: str) -> Any:
