@@ -49,6 +49,7 @@ def main() -> None:
     for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-10)
     print(f"rank {rank}: the parameters are those of one process")
+    del wrapped  # first: freed after its group, DDP may wait for ever
     dist.destroy_process_group()
 
 

@@ -50,6 +50,7 @@ def main() -> None:
     for ours, its in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours, its, rtol=1e-10, atol=1e-10)
     print(f"rank {rank}: the parameters are those of one process")
+    del wrapped, loss  # first: freed after its group, DDP may wait for ever
     dist.destroy_process_group()
 
 

@@ -47,12 +47,12 @@ def main() -> None:
     wrapped = nn.parallel.DistributedDataParallel(model)
     loss = MultipleNegativesRankingLoss(wrapped, gather_across_devices=True)
     train(wrapped, GatheredLoss(loss), [model.preprocess(t[mine]) for t in (QUESTIONS, ANSWERS)])
-
     loss = MultipleNegativesRankingLoss(alone)
     train(alone, loss, [alone.preprocess(texts) for texts in (QUESTIONS, ANSWERS)])
     for ours, its in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours, its, rtol=1e-10, atol=1e-10)
     print(f"rank {rank}: the parameters are those of one process")
+    del wrapped  # first: freed after its group, DDP may wait for ever
     dist.destroy_process_group()
 
 
