@@ -50,8 +50,8 @@ _SAFE_PROGRAMS = 512  # programs of the kernels that are rarely needed
 _PANEL_COLUMNS = {2**25 - 1: 16384, 2**26: 32768}
 _PANEL_COLUMNS_LARGE = 12672
 # The gradients of a sigmoid in float16 are kept in float32, beside which there is room for a wide panel:
-# rows and columns, with keys of up to so many elements.
-_WIDE_PANELS = {2**27 - 1: (8192, 32768), 2**62: (4096, 131072)}
+# rows and columns, beside large keys and beside keys of 2^27 elements or more.
+_WIDE_PANEL, _WIDEST_PANEL = (8192, 32768), (4096, 131072)
 _ROW_BLOCKS = {"BLOCK_M": 8, "BLOCK_K": 256}  # of the kernels that read whole rows
 
 
@@ -231,7 +231,7 @@ class TritonTiles(Tiles):
         size, rows = self.k.numel(), self.panel
         columns = next((n for most, n in _PANEL_COLUMNS.items() if size <= most), None)
         if columns is None and kind is LossKind.SIGMOID and self.q.dtype == torch.float16:
-            rows, columns = next(panel for most, panel in _WIDE_PANELS.items() if size <= most)
+            rows, columns = _WIDE_PANEL if size < 2**27 else _WIDEST_PANEL
         return max(1, min(rows, len(self.q))), columns or _PANEL_COLUMNS_LARGE
 
     def _launch_softmax(
