@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import normalize
 
 from allgrad.losses import _panel_pass, info_nce_loss, reference, siglip_loss
+from allgrad.losses._tiles import cpu_bfloat16
 from losses.pairs import LOSSES
 from losses.test_engine import check
 
@@ -21,11 +22,11 @@ def test_panels_that_fit_nothing_evenly(rank, world, rows):
                 check(None, name, "empty", grad_reduction="sum")
 
 
-@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("speed", [1, 2, 8])
 @pytest.mark.parametrize("loss", [siglip_loss, info_nce_loss])
-def test_bfloat16_keeps_its_scores_in_float32(monkeypatch, loss, narrow):
+def test_bfloat16_keeps_its_scores_in_float32(monkeypatch, loss, speed):
     """Scores rounded to 16 bits would change the gradients by 0.01 and more, at this scale all of them."""
-    monkeypatch.setattr(_panel_pass, "_has_bfloat16_products", lambda: narrow)
+    monkeypatch.setattr(cpu_bfloat16, "_speed", lambda: speed)
     monkeypatch.setattr(_panel_pass, "PANEL_SCORES", 96 * 40)
     monkeypatch.setattr(_panel_pass, "FEWEST_ROWS", 1)
     torch.manual_seed(0)
@@ -38,7 +39,7 @@ def test_bfloat16_keeps_its_scores_in_float32(monkeypatch, loss, narrow):
         got, want = loss(*given, scale, -10.0), reference.siglip(*exact, scale.double(), -10.0)
     else:
         got, want = loss(*given, scale), reference.info_nce(*exact, scale.double())
-    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=0)
+    torch.testing.assert_close(got.double(), want, rtol=1e-4 if speed > 2 else 1e-5, atol=0)
     got.backward()
     want.backward()
     for x, y in zip(given, exact, strict=True):

@@ -29,6 +29,16 @@ from torch._utils import _unflatten_dense_tensors as unflatten_dense
 # Copies many tensors in one call. Without it: a loop of Tensor.copy_.
 foreach_copy_ = torch._foreach_copy_
 
+
+def cpu_capabilities() -> dict[str, object]:
+    """What this CPU can do, by name. Before torch 2.12 by private names; without them: as if it could not."""
+    public = getattr(torch.cpu, "get_capabilities", None)
+    if public is not None:
+        return dict(public())
+    private = {"avx512_bf16": "_is_avx512_bf16_supported", "amx_bf16": "_is_amx_tile_supported"}
+    return {name: getattr(torch.cpu, ask, bool)() for name, ask in private.items()}
+
+
 __all__ = [
     "FINDS_LENGTHS_IN_TRANSFORMS",
     "GATHER",
@@ -47,6 +57,7 @@ __all__ = [
     "before_node",
     "below_view_tracking",
     "constant_in_graphs",
+    "cpu_capabilities",
     "current_interpreter",
     "current_node",
     "dual_level",

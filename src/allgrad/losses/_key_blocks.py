@@ -10,7 +10,12 @@ import torch
 
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.permute import shift
-from allgrad.losses._tiles.accumulators import accumulator_dtype, accumulator_zeros, scale_and_cast
+from allgrad.losses._tiles.accumulators import (
+    accumulator_dtype,
+    accumulator_zeros,
+    add_product,
+    scale_and_cast,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,6 +37,9 @@ __all__ = [
     "key_blocks",
     "needs_ring",
 ]
+
+
+ONE_PRODUCT_UP_TO = 2**21  # elements; of more, a rank's block at a time, which takes less memory
 
 
 class KeyBlock(NamedTuple):
@@ -166,19 +174,27 @@ class KeySums:
     def __init__(self, layout: KeyLayout, width: int, like: Tensor) -> None:
         self.layout, self.width = layout, width
         self.counts = tuple(size * width + 1 for size in layout.sizes)
-        self.message = like.new_zeros(sum(self.counts))
+        self.message = like.new_empty(sum(self.counts))
         self.parts = self.message.split(self.counts)
         self.blocks = [
             part[:-1].view(size, width) for part, size in zip(self.parts, layout.sizes, strict=True)
         ]
+        self.is_empty = True
 
     def add_product(self, weights: Tensor, own: Tensor) -> None:
         """Add ``weights.T @ own``; weights have a column for each key of all ranks."""
-        for block, columns in zip(self.blocks, weights.split(self.layout.sizes, 1), strict=True):
-            if own.dtype == block.dtype:
-                block.addmm_(columns.T, own)
-            else:
-                block.add_(torch.mm(columns.T, own))
+        sizes = self.layout.sizes
+        if self.is_empty and sum(sizes) * self.width <= ONE_PRODUCT_UP_TO:
+            for block, product in zip(
+                self.blocks, torch.mm(weights.T, own).split(sizes), strict=True
+            ):
+                block.copy_(product)
+        else:
+            if self.is_empty:
+                self.message.zero_()
+            for block, columns in zip(self.blocks, weights.split(sizes, 1), strict=True):
+                add_product(block, columns.T, own)
+        self.is_empty = False
 
     def reduce(self, own_term: Tensor) -> tuple[Tensor, Tensor]:
         """Sum over ranks: the rows of this rank's keys, and all ranks' terms."""

@@ -11,7 +11,6 @@ panel before, and none is kept.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +20,8 @@ from allgrad.losses._column_sums import softplus
 from allgrad.losses._key_blocks import KeySums
 from allgrad.losses._kind import LossKind
 from allgrad.losses._tiles.accumulators import accumulator_dtype, panels
-from allgrad.losses._tiles.torch import row_dots
+from allgrad.losses._tiles.cpu_bfloat16 import multiplies_bfloat16, multiplies_twice
+from allgrad.losses._tiles.torch import row_dots, scores_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,13 +40,6 @@ def has_panels(config: LossConfig, q: Tensor, *, ring: bool) -> bool:
     return config.kind is not LossKind.SOFTMAX_BOTH and q.device.type == "cpu" and not ring
 
 
-@cache
-def _has_bfloat16_products() -> bool:
-    """Whether this CPU multiplies bfloat16 faster than float32; older versions of torch do not tell."""
-    found: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
-
-
 class PanelPass:
     """One pass over the scores of this rank's queries and all keys, which are ``joined``."""
 
@@ -61,10 +54,9 @@ class PanelPass:
     ) -> None:
         self.config, self.q, self.k, self.scale, self.bias = config, q, k, scale, bias
         self.dtype = accumulator_dtype(q.dtype)
-        self.joined = joined.to(self.dtype)
-        # Scores are products in float32: rounded to 16 bits, they would cost digits of the gradients.
-        self.narrow = q.dtype == torch.bfloat16 and _has_bfloat16_products()
-        self.keys = joined if self.narrow else self.joined
+        self.joined, self.narrow = joined, multiplies_bfloat16(q)
+        wide = joined if multiplies_twice(q) else joined.to(self.dtype)
+        self.score_keys, self.gradient_keys = wide, joined if self.narrow else wide
         self.pairs = row_dots(q, k).mul_(scale)
         if bias is not None:
             self.pairs.add_(bias)
@@ -83,24 +75,24 @@ class PanelPass:
         if config.needs_grad and config.needs_key_grad:
             by_key = KeySums(layout, self.joined.shape[1], self.scale)
         for rows in panels(len(self.q), max(1, height)):
-            own = self.q[rows].to(self.dtype)
+            own = self.q[rows]
             scores, spare = memory[:, : len(own)]
-            torch.mm(own * self.scale, self.joined.T, out=scores)
-            if self.bias is not None:
-                scores.add_(self.bias)
+            scores_of(own, self.score_keys, self.scale, self.bias, out=scores)
             scores.diagonal(layout.start + rows.start).fill_(-torch.inf)  # pairs count apart
             if config.kind is LossKind.SIGMOID:
                 weights = self._sigmoid(scores, spare, rows)
             else:
                 weights = self._softmax(scores, rows)
-            if self.narrow and config.needs_grad:
-                weights = weights.to(self.q.dtype)
+            if config.needs_grad:
+                weights = weights.to(self.gradient_keys.dtype)
             if by_query is not None and self.narrow:
-                by_query[rows] = torch.mm(weights, self.keys)
+                by_query[rows] = torch.mm(weights, self.gradient_keys)
             elif by_query is not None:
-                torch.mm(weights, self.keys, out=by_query[rows])
+                torch.mm(weights, self.gradient_keys, out=by_query[rows])
             if by_key is not None:
-                by_key.add_product(weights, self.q[rows] if self.narrow else own)
+                by_key.add_product(weights, own.to(weights.dtype))
+        if by_key is not None and by_key.is_empty:  # no queries
+            by_key.message.zero_()
         self._add_smoothing(by_query, by_key)
         return self._of_all_ranks(by_query, by_key, needed)
 
@@ -131,10 +123,10 @@ class PanelPass:
 
     def _add_smoothing(self, by_query: Tensor | None, by_key: KeySums | None) -> None:
         """Label smoothing, and what the pairs add to the gradients."""
-        smoothing, start = self.config.smoothing, self.config.layout.start
+        smoothing = self.config.smoothing
         own = self.q.to(self.dtype)
         if smoothing:
-            query_sum, key_sum = own.sum(0), self.joined.sum(0)
+            query_sum, key_sum = own.sum(0), self.joined.sum(0, dtype=self.dtype)
             each = smoothing / len(self.joined)
             self.loss += smoothing * self.pairs.sum() - each * self.scale * query_sum.dot(key_sum)
             self.by_pair += smoothing
@@ -143,9 +135,8 @@ class PanelPass:
             for block in () if by_key is None else by_key.blocks:
                 block.sub_(each * query_sum)
         by_pair = self.by_pair.unsqueeze(1)
-        pairs = slice(start, start + len(own))
         if by_query is not None:
-            by_query.addcmul_(by_pair, self.joined[pairs])
+            by_query.addcmul_(by_pair, self.k[: len(own)].to(self.dtype))
         if by_key is not None:
             by_key.blocks[self.config.layout.rank][: len(own)].addcmul_(by_pair, own)
 

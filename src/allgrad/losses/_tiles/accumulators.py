@@ -11,7 +11,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["accumulator_dtype", "accumulator_zeros", "panels", "scale_and_cast", "times"]
+__all__ = [
+    "accumulator_dtype",
+    "accumulator_zeros",
+    "add_product",
+    "panels",
+    "scale_and_cast",
+    "times",
+]
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -34,6 +41,14 @@ def accumulator_zeros(like: Tensor, dtype: torch.dtype) -> list[Tensor]:
     first = (rows + 1) // 2 if wide.itemsize == 2 * dtype.itemsize else rows
     parts = [first, rows - first] if first < rows else [rows]
     return [like.new_zeros((part, *others), dtype=wide) for part in parts]
+
+
+def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a @ b`` to an accumulator; a product of narrower numbers is rounded to their dtype first."""
+    if a.dtype == into.dtype:
+        into.addmm_(a, b)
+    else:
+        into.add_(torch.mm(a, b))
 
 
 def scale_and_cast(parts: list[Tensor], gain: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,14 +15,19 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from allgrad.losses._kind import LossKind
-from allgrad.losses._tiles.accumulators import accumulator_dtype, panels
+from allgrad.losses._tiles.accumulators import accumulator_dtype, add_product, panels
+from allgrad.losses._tiles.cpu_bfloat16 import (
+    multiplies_bfloat16,
+    multiplies_twice,
+    product_of_two,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-__all__ = ["Gradients", "Tiles", "Weights", "has_triton", "row_dots", "tiles_for"]
+__all__ = ["Gradients", "Tiles", "Weights", "has_triton", "row_dots", "scores_of", "tiles_for"]
 
 CPU_TILE = 512, 1024  # rows and columns of a tile that stays in the caches of a CPU
 DEVICE_TILE = 4096, 4096
@@ -108,9 +113,8 @@ class Tiles:
         both = kind is LossKind.SOFTMAX_BOTH
         column_lse = self._vector(len(self.k), -torch.inf) if both else None
         for rows in panels(len(self.q), self.block_m):
-            q = self.q[rows].to(self.dtype) * self.scale
             for columns in panels(len(self.k), self.block_n):
-                scores = self._negatives(q, rows, columns)
+                scores = self._negatives(rows, columns)
                 if self.keep:
                     return scores.logsumexp(1), scores.logsumexp(0) if both else None
                 row_lse[rows] = torch.logaddexp(row_lse[rows], scores.logsumexp(1))
@@ -123,34 +127,58 @@ class Tiles:
         """The sum of log(1 + exp(score)) without pairs."""
         total = self._vector(1, 0.0)[0]
         for rows in panels(len(self.q), self.block_m):
-            q = self.q[rows].to(self.dtype) * self.scale
             for columns in panels(len(self.k), self.block_n):
-                total -= logsigmoid(-self._negatives(q, rows, columns)).sum()
+                total -= logsigmoid(-self._negatives(rows, columns)).sum()
         return total
 
     def add_gradients(self, weights: Weights, gain: Tensor, into: Gradients) -> None:
         """Add the contributions of these scores to the accumulators."""
+        # The other kinds come here around a ring only, where messages take longer than products.
+        narrow = weights.kind is LossKind.SOFTMAX_BOTH and multiplies_bfloat16(self.q)
         for rows in panels(len(self.q), self.block_m):
-            q = self.q[rows].to(self.dtype)
-            scaled, by_query = q * self.scale, torch.zeros_like(q)
+            own = self.q[rows].to(self.dtype)
+            by_query, q = torch.zeros_like(own), self.q[rows] if narrow else own
             for columns, by_key in into.column_panels(len(self.k), self.block_n):
-                k = self.k[columns].to(self.dtype)
                 kept = None if self.state is None else self.state[rows, columns]
-                scores = self._scores(scaled, k) if kept is None else kept
+                scores = self._scores(rows, columns) if kept is None else kept
                 by_score = self._weights(weights, scores, rows, columns, into)
-                by_query.addmm_(by_score, k)
+                if narrow:
+                    self._move_pairs(by_score, rows, columns, by_query, by_key)
+                    by_score = by_score.to(q.dtype)
+                add_product(by_query, by_score, self.k[columns].to(q.dtype))
                 if by_key is not None:
-                    by_key.addmm_(by_score.T, q)
-            into.scale += torch.dot(by_query.flatten(), q.flatten())
+                    add_product(by_key, by_score.T, q)
+            into.scale += torch.dot(by_query.flatten(), own.flatten())
             if into.queries is not None:
                 into.queries[rows] += by_query.mul_(gain)
 
-    def _scores(self, scaled: Tensor, k: Tensor) -> Tensor:
-        return scaled @ k.T if self.bias is None else torch.addmm(self.bias, scaled, k.T)
+    def _move_pairs(
+        self, tile: Tensor, rows: slice, columns: slice, by_query: Tensor, by_key: Tensor | None
+    ) -> None:
+        """Add what the pairs contribute, and set their weights to 0.
 
-    def _negatives(self, scaled: Tensor, rows: slice, columns: slice) -> Tensor:
+        A pair's weight and the others' nearly cancel: rounded to 16 bits, they would not.
+        """
+        pairs = self._pairs_of(tile, rows, columns)
+        if not len(pairs):
+            return
+        assert self.first_pair is not None
+        offset = self.first_pair + rows.start - columns.start
+        first_row, first_column = max(0, -offset), max(0, offset)
+        q = slice(first_row, first_row + len(pairs))
+        k = slice(first_column, first_column + len(pairs))
+        by_pair = pairs.clone().unsqueeze(1)
+        by_query[q].addcmul_(by_pair, self.k[columns][k].to(self.dtype))
+        if by_key is not None:
+            by_key[k].addcmul_(by_pair, self.q[rows][q].to(self.dtype))
+        pairs.zero_()
+
+    def _scores(self, rows: slice, columns: slice) -> Tensor:
+        return scores_of(self.q[rows], self.k[columns], self.scale, self.bias)
+
+    def _negatives(self, rows: slice, columns: slice) -> Tensor:
         """The scores of a tile, -inf at pairs."""
-        scores = self._scores(scaled, self.k[columns].to(self.dtype))
+        scores = self._scores(rows, columns)
         self._pairs_of(scores, rows, columns).fill_(-torch.inf)
         if self.keep:
             self.state = scores
@@ -194,6 +222,23 @@ class Tiles:
 
     def _vector(self, length: int, value: float) -> Tensor:
         return self.q.new_full((length,), value, dtype=self.dtype)
+
+
+def scores_of(
+    q: Tensor, k: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """``scale * q @ k.T + bias`` in the accumulators' dtype, in the memory of ``out``.
+
+    Rounded to 16 bits, scores would cost digits of the gradients.
+    """
+    dtype = accumulator_dtype(q.dtype)
+    if out is None:
+        out = q.new_empty(len(q), len(k), dtype=dtype)
+    if q.dtype == k.dtype and multiplies_twice(q):
+        product_of_two(q, k, out=out).mul_(scale)
+    else:
+        torch.mm(q.to(dtype) * scale, k.to(dtype).T, out=out)
+    return out if bias is None else out.add_(bias)
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
