@@ -108,3 +108,14 @@ def test_float8_is_not_added(dtype):
         with pytest.raises(ag.errors.ReductionError, match=f"{name}(.*\n)*.*grad=.none"):
             y.backward(torch.ones_like(y))
         assert not call(x, grad="none").requires_grad
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.complex32])
+def test_what_torch_does_not_reduce_is_refused_with_what_to_reduce(dtype):
+    x, name = torch.ones(4).to(dtype), str(dtype).removeprefix("torch.")
+    for op in ("sum", "prod", "min", "max"):
+        with pytest.raises(
+            ag.errors.ReductionError, match=rf"all_reduce.*{name}.*{op}.*\nReduce x"
+        ):
+            ag.all_reduce(x, op)

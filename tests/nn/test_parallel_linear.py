@@ -8,7 +8,7 @@ from torch import nn
 
 import allgrad as ag
 from allgrad.errors import InputError, SizesError, TensorError
-from allgrad.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from allgrad.nn import ColumnParallelLinear, HaloConv2d, RowParallelLinear, VocabParallelEmbedding
 from counting import Counted
 from exactness import leaf, loss, place, random
 from nn.twins import LENGTHS, close, derivatives, each, pieces_of
@@ -242,3 +242,17 @@ def test_embedding_that_cannot_be_split_exactly():
 def test_ids_that_are_not_whole_numbers():
     with pytest.raises(TensorError, match=r"ids are torch.float32.\nGive int64 or int32"):
         VocabParallelEmbedding(6, 4)(torch.tensor([1.0]))
+
+
+@pytest.mark.parametrize(
+    ("ours", "wanted"),
+    [
+        (ColumnParallelLinear, "Linear"),
+        (RowParallelLinear, "Linear"),
+        (VocabParallelEmbedding, "Embedding"),
+        (HaloConv2d, "Conv2d"),
+    ],
+)
+def test_layer_of_another_kind(ours, wanted):
+    with pytest.raises(InputError, match=rf"{ours.__name__}.*takes an nn.{wanted}, not Conv1d"):
+        ours.from_plain(nn.Conv1d(2, 2, 3))

@@ -45,6 +45,11 @@ class Reduction:
                 f"{self.name!r} of it.\n"
                 "Reduce x.bfloat16() or x.float(), and convert the result; pieces can be gathered as they are."
             )
+        if dtype in _WIDER and self.name not in {"mean", "logsumexp"}:
+            raise ReductionError(
+                f"{op}: torch does not reduce {_short(dtype)}, so there is no {self.name!r} of it.\n"
+                f"Reduce {_WIDER[dtype]}, and convert the result; pieces can be gathered as they are."
+            )
         if self.name in {"min", "max"} and dtype.is_complex:
             raise ReductionError(
                 f"{op}: complex numbers have no order, so {self.name!r} of {_short(dtype)} is "
@@ -65,6 +70,14 @@ class Reduction:
                 f"{op}: {self.name!r} of bool does not fit in bool.\n"
                 "Use op='max' for any, op='min' for all, or x.int() to count."
             )
+
+
+_WIDER = {
+    torch.uint16: "x.int()",
+    torch.uint32: "x.long()",
+    torch.uint64: "x.long()",
+    torch.complex32: "x.to(torch.complex64)",
+}
 
 
 def _short(dtype: torch.dtype) -> str:

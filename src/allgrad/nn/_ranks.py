@@ -9,17 +9,16 @@ import torch
 from allgrad._wire.consistency import is_checking, report_failure
 from allgrad._wire.primitives import resolve
 from allgrad.collectives.all_gather import all_gather
-from allgrad.errors import ModeError, SizesError
+from allgrad.errors import InputError, ModeError, SizesError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from allgrad.errors import InputError
     from allgrad.types import GroupLike
 
-__all__ = ["Place", "feature_sizes", "find_place", "gather_numbers", "refuse"]
+__all__ = ["Place", "feature_sizes", "find_place", "gather_numbers", "refuse", "require_layer"]
 
 
 class Place(NamedTuple):
@@ -45,6 +44,15 @@ def refuse(call: str, group: GroupLike, problem: InputError) -> NoReturn:
         if found.size > 1:
             report_failure(found, problem)
     raise problem
+
+
+def require_layer(ours: type[nn.Module], layer: object, plain: type[nn.Module]) -> None:
+    """Raise unless ``ours`` can be made from this layer."""
+    if not isinstance(layer, plain):
+        raise InputError(
+            f"{ours.__name__}.from_plain: takes an nn.{plain.__name__}, not {type(layer).__name__}.\n"
+            "Give the layer that it takes the place of."
+        )
 
 
 def gather_numbers(

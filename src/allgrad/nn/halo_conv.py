@@ -9,7 +9,7 @@ from torch.nn.functional import conv1d, conv2d, conv3d, pad
 
 from allgrad._core.held_group import HoldsGroup
 from allgrad.errors import InputError
-from allgrad.nn._ranks import find_place
+from allgrad.nn._ranks import find_place, require_layer
 from allgrad.nn.halo import halo_exchange, lengths_along
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class HaloConv1d(HoldsGroup, nn.Conv1d):
     @classmethod
     def from_plain(cls, layer: nn.Conv1d, *, dim: int = -1, group: GroupLike = None) -> HaloConv1d:
         """Take over the parameters of a plain layer, which is the same on every rank."""
+        require_layer(cls, layer, nn.Conv1d)
         return _with_parameters_of(layer, cls(**_options(layer), dim=dim, group=group))
 
     def to_plain(self) -> nn.Conv1d:
@@ -76,6 +77,7 @@ class HaloConv2d(HoldsGroup, nn.Conv2d):
     @classmethod
     def from_plain(cls, layer: nn.Conv2d, *, dim: int = -1, group: GroupLike = None) -> HaloConv2d:
         """Take over the parameters of a plain layer, which is the same on every rank."""
+        require_layer(cls, layer, nn.Conv2d)
         return _with_parameters_of(layer, cls(**_options(layer), dim=dim, group=group))
 
     def to_plain(self) -> nn.Conv2d:
@@ -99,6 +101,7 @@ class HaloConv3d(HoldsGroup, nn.Conv3d):
     @classmethod
     def from_plain(cls, layer: nn.Conv3d, *, dim: int = -1, group: GroupLike = None) -> HaloConv3d:
         """Take over the parameters of a plain layer, which is the same on every rank."""
+        require_layer(cls, layer, nn.Conv3d)
         return _with_parameters_of(layer, cls(**_options(layer), dim=dim, group=group))
 
     def to_plain(self) -> nn.Conv3d:

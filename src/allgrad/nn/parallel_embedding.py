@@ -12,7 +12,7 @@ from allgrad._core.held_group import HoldsGroup
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.errors import InputError, TensorError
-from allgrad.nn._ranks import feature_sizes, find_place, refuse
+from allgrad.nn._ranks import feature_sizes, find_place, refuse, require_layer
 
 if TYPE_CHECKING:
     from allgrad.types import GroupLike, Sizes
@@ -80,6 +80,7 @@ class VocabParallelEmbedding(HoldsGroup, nn.Module):
         group: GroupLike = None,
     ) -> VocabParallelEmbedding:
         """Take this rank's words of a plain embedding, which is the same on every rank."""
+        require_layer(cls, layer, nn.Embedding)
         if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
             raise InputError(
                 "VocabParallelEmbedding: max_norm, scale_grad_by_freq and sparse are not supported.\n"

@@ -12,7 +12,7 @@ from allgrad._core.held_group import HoldsGroup
 from allgrad.collectives.all_gather import all_gather, reduce_scatter, split
 from allgrad.collectives.all_reduce import all_reduce, share
 from allgrad.errors import TensorError
-from allgrad.nn._ranks import feature_sizes, find_place, refuse
+from allgrad.nn._ranks import feature_sizes, find_place, refuse, require_layer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -54,6 +54,7 @@ class _ParallelLinear(HoldsGroup, nn.Module):
 
     @classmethod
     def _made_from(cls, layer: nn.Linear, **options: Any) -> Self:
+        require_layer(cls, layer, nn.Linear)
         features = layer.in_features, layer.out_features
         made = cls(*features, layer.bias is not None, device="meta", dtype=None, **options)
         made._take(layer, find_place(cls.__name__, made.group).rank)
