@@ -83,6 +83,12 @@ def test_panels_that_fit_nothing_evenly(name, monkeypatch):
     check(name, 1031, 100, torch.bfloat16)
     check(name, 800, 64, torch.float16)
     check(name, 1031, 100, torch.float32)
+    # Beside large keys, of which each kind and dtype has panels of its own.
+    monkeypatch.setattr(triton_tiles, "_PANEL_COLUMNS", {})
+    monkeypatch.setattr(triton_tiles, "_PANEL_COLUMNS_LARGE", 528)
+    monkeypatch.setattr(triton_tiles, "_WIDE_PANEL", (392, 528))
+    for dtype in NEAR:
+        check(name, 1031, 100, dtype)
 
 
 @pytest.fixture
