@@ -135,3 +135,31 @@ def test_wrong_sizes_of_one_rank_are_named_on_every_rank(rank):
             call()
         assert rank == 1 or "rank 1" in str(caught.value)
     assert ag.all_reduce(torch.ones(1)).item() == 3
+
+
+@pytest.mark.ranks(3)
+def test_any_wrong_argument_of_one_rank_is_named_on_every_rank(rank):
+    """What a rank can see by itself, before anything is sent."""
+    wrong, x = rank == 1, torch.ones(3)
+    calls = {
+        "all_gather": lambda: ag.all_gather(x, sizes="equal", grad="avg" if wrong else "sum"),
+        "all_reduce": lambda: ag.all_reduce(x, "total" if wrong else "sum"),
+        "all_reduce ": lambda: ag.all_reduce("x" if wrong else x),
+        "all_to_all": lambda: ag.all_to_all(x, grad="avg" if wrong else "sum"),
+        "broadcast": lambda: ag.broadcast(x, 9 if wrong else 0),
+        "broadcast ": lambda: ag.broadcast(None if wrong else x),
+        "gather": lambda: ag.gather(x, 9 if wrong else 0),
+        "permute": lambda: ag.permute(x, [(0, 1), (0, 2)] if wrong else [(0, 1)]),
+        "permute ": lambda: ag.permute(x, [0] if wrong else [(0, 1)]),
+        "reduce": lambda: ag.reduce(x.bool() if wrong else x),
+        "reduce_scatter": lambda: ag.reduce_scatter(x, grad="avg" if wrong else "sum"),
+        "scan": lambda: ag.scan(x, "mean" if wrong else "sum", exclusive=True),
+        "scatter": lambda: ag.scatter(x, 9 if wrong else 0),
+        "shift": lambda: ag.shift(x, "one" if wrong else 1),
+    }
+    for name, call in calls.items():
+        wanted = ag.errors.InputError if wrong else ag.errors.RankRaised
+        with ag.checked(), ag.deadline(20), pytest.raises(wanted, match=name.strip()) as caught:
+            call()
+        assert wrong or "rank 1" in str(caught.value)
+    assert ag.all_reduce(torch.ones(1)).item() == 3

@@ -22,7 +22,7 @@ import weakref
 from array import array
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from allgrad._wire.calls import Call
     from allgrad._wire.primitives import WireCall
 
-__all__ = ["CallSpec", "checked", "is_checking", "report_failure"]
+__all__ = ["CallSpec", "checked", "is_checking", "refuse", "report_failure"]
 
 _TEXT = 512  # bytes of each text at most
 _BLOCK = HEADER_WORDS + 6  # the word with the size of an all_to_all's blocks; counts follow
@@ -236,6 +236,16 @@ def _comparable(specs: Sequence[CallSpec]) -> list[CallSpec]:
     return [
         replace(spec, call=_SHAPES.sub("", text)) for spec, text in zip(specs, known, strict=True)
     ]
+
+
+def refuse(call: Call, error: Exception) -> NoReturn:
+    """Raise what is wrong on this rank, before it sends anything of this call.
+
+    In checked mode the others, who come to this call, raise too, and name this rank.
+    """
+    if is_checking() and call.size > 1 and not torch.compiler.is_compiling():
+        report_failure(call, error)
+    raise error
 
 
 def report_failure(call: Call, error: BaseException) -> None:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from allgrad._autograd.async_calls import DoneHandle, Handle, start
 from allgrad._autograd.transforms import apply, has_only_shape
+from allgrad._core import reductions
 from allgrad._wire import handshake
 from allgrad._wire.calls import Call, describe_shapes, shapes_of_graph
-from allgrad._wire.consistency import is_checking, report_failure
+from allgrad._wire.consistency import refuse
 from allgrad._wire.handshake import RankArgs, TensorSpec
 from allgrad.collectives._pair_cache import remember
 from allgrad.containers.nests import Frame, split_tensors
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from allgrad._autograd.adjoint_pair import AdjointPair
     from allgrad._core.partition import Partition
+    from allgrad.types import Op
 
 __all__ = [
     "Leaves",
@@ -210,11 +212,18 @@ def _check_tensor(name: str, x: Tensor) -> None:
         )
 
 
-def check_grad(name: str, grad: object, *, same: bool = False) -> bool:
-    """Raise unless this collective knows that meaning; tell whether the derivative stops."""
+def check_grad(call: Call | str, grad: object, *, same: bool = False) -> bool:
+    """Raise unless this collective knows that meaning; tell whether the derivative stops.
+
+    A call that sends nothing forward is given by its name: no other rank waits for it.
+    """
     known = ("sum", "same", "none") if same else ("sum", "none")
     if grad not in known:
-        raise InputError(f"{name}: there is no grad={grad!r}.\nUse one of {list(known)}.")
+        name = call if isinstance(call, str) else call.name
+        error = InputError(f"{name}: there is no grad={grad!r}.\nUse one of {list(known)}.")
+        if isinstance(call, str):
+            raise error
+        refuse(call, error)
     return grad == "none"
 
 
@@ -222,10 +231,11 @@ def check_rank(name: str, call: Call, argument: str, rank: object) -> int:
     """Raise unless this is a rank within the group."""
     value = as_index(rank)
     if value is None or not 0 <= value < call.size:
-        raise GroupError(
+        problem = (
             f"{name}: {argument}={rank!r} is not a rank of this group of {call.size}.\n"
             f"Give the rank within the group, 0 to {call.size - 1}."
         )
+        refuse(call, GroupError(problem))
     return value
 
 
@@ -265,9 +275,7 @@ def check_for_all(
         if torch.compiler.is_compiling():
             raise
         if not exchanged:
-            if is_checking() and call.size > 1:
-                report_failure(call, error)
-            raise
+            refuse(call, error)
         problem = error
     specs: tuple[TensorSpec, ...] = ()
     device = torch.get_default_device()
@@ -279,6 +287,16 @@ def check_for_all(
     rows = handshake.exchange(call, RankArgs(operation, specs, problem=problem), device)
     rows.decoded()  # raises
     raise problem
+
+
+def take_reduced(call: Call, x: object, op: Op) -> tuple[Leaves, list[reductions.Reduction]]:
+    """The tensors of a nest, and the reduction of each; raises for those that have none."""
+
+    def check() -> tuple[Leaves, list[reductions.Reduction]]:
+        leaves = take_leaves(call.name, x)
+        return leaves, [reductions.find(call.name, op, t.dtype) for t in leaves.tensors]
+
+    return check_for_all(call, call.name, x, check, exchanged=False)
 
 
 def exchange(  # noqa: PLR0917

@@ -110,7 +110,7 @@ def _checked_all_gather(  # noqa: PLR0917
     call = wire.resolve(
         "all_gather", group, lambda: describe(x, dim, given=f"dim={dim}, grad={grad}")
     )
-    stop = check_grad("all_gather", grad, same=True)
+    stop = check_grad(call, grad, same=True)
     leaves, partition = held_pieces(call, x, dim, sizes)
     call = named(call, leaves)
     make_pair = same_pair if grad == "same" else gather_pair
@@ -173,7 +173,7 @@ def reduce_scatter(
     if known is not None:
         return apply(known, (x,), stop=grad == "none")[0]
     call = wire.resolve("reduce_scatter", group, lambda: describe(x, given=f"dim={dim}, op={op}"))
-    stop = check_grad("reduce_scatter", grad)
+    stop = check_grad(call, grad)
     compared = sizes is None and call.size > 1
 
     def check() -> tuple[Leaves, Partition, list[reductions.Reduction]]:

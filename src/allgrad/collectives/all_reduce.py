@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
 from allgrad._autograd.transforms import apply
-from allgrad._core import reductions
 from allgrad._core.partition import Partition, even, pack, unpack_like
 from allgrad._wire import primitives as wire
 from allgrad._wire.calls import of_flat, of_stacked
-from allgrad.collectives._inputs import check_grad, describe, named, take_leaves
+from allgrad.collectives._inputs import check_grad, describe, named, take_leaves, take_reduced
 from allgrad.collectives._pair_cache import recall
 from allgrad.collectives.all_gather import gather_pair, reduce_pieces, same_pair
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from allgrad._core import reductions
     from allgrad._wire.calls import Call
     from allgrad.types import Grad, GroupLike, Handle, Nest, Op, SumOrNone
 
@@ -89,10 +89,9 @@ def _checked_all_reduce(  # noqa: PLR0917
 ) -> Any:
     """A call like no call before. Apart, so that a call from the cache makes no closures."""
     call = wire.resolve("all_reduce", group, lambda: describe(x, given=f"op={op}, grad={grad}"))
-    stop = check_grad("all_reduce", grad, same=True)
-    leaves = take_leaves("all_reduce", x)
+    stop = check_grad(call, grad, same=True)
+    leaves, found = take_reduced(call, x, op)
     call = named(call, leaves)
-    found = [reductions.find("all_reduce", op, t.dtype) for t in leaves.tensors]
     if any(not reduction.linear for reduction in found):
         return leaves.call_each(
             lambda numbers, xs: _reduce_pieces(call, found[numbers[0]], xs, grad),

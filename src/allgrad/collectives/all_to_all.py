@@ -138,7 +138,7 @@ def _checked_all_to_all(  # noqa: PLR0917
     """A call like no call before. Apart, so that a call from the cache makes no closures."""
     equal = isinstance(send_sizes, str) and isinstance(recv_sizes, str)
     call = wire.resolve("all_to_all", group, lambda: describe(x, dim, given=f"dim={dim}"))
-    stop = check_grad("all_to_all", grad)
+    stop = check_grad(call, grad)
 
     def check() -> tuple[Leaves, Partition, Partition | None]:
         leaves, dims = take_leaves("all_to_all", x).along("all_to_all", dim)

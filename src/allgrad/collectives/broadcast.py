@@ -12,7 +12,15 @@ from allgrad._core import reductions
 from allgrad._core.partition import Partition, pack, unpack_like
 from allgrad._wire import primitives as wire
 from allgrad._wire.calls import of_stacked
-from allgrad.collectives._inputs import check_grad, check_rank, describe, named, take_leaves
+from allgrad.collectives._inputs import (
+    check_for_all,
+    check_grad,
+    check_rank,
+    describe,
+    named,
+    take_leaves,
+    take_reduced,
+)
 from allgrad.collectives._pair_cache import recall
 from allgrad.collectives.gather import gather_pair
 
@@ -77,9 +85,11 @@ def broadcast(
     if known is not None:
         return apply(known, (x,), stop=grad == "none")[0]
     call = wire.resolve("broadcast", group, lambda: describe(x, given=f"src={src}, grad={grad}"))
-    stop = check_grad("broadcast", grad, same=True)
+    stop = check_grad(call, grad, same=True)
     root = check_rank("broadcast", call, "src", src)
-    leaves = take_leaves("broadcast", x)
+    leaves = check_for_all(
+        call, "broadcast", x, lambda: take_leaves("broadcast", x), exchanged=False
+    )
     pair = (_same_pair if grad == "same" else _sum_pair)(named(call, leaves), root)
     return leaves.run(lambda _: pair, stop=stop, async_op=async_op, key=key)
 
@@ -135,11 +145,10 @@ def reduce(
     if known is not None:
         return apply(known, (x,), stop=grad == "none")[0]
     call = wire.resolve("reduce", group, lambda: describe(x, given=f"dst={dst}, op={op}"))
-    stop = check_grad("reduce", grad)
+    stop = check_grad(call, grad)
     root = check_rank("reduce", call, "dst", dst)
-    leaves = take_leaves("reduce", x)
+    leaves, found = take_reduced(call, x, op)
     call = named(call, leaves)
-    found = [reductions.find("reduce", op, t.dtype) for t in leaves.tensors]
     if any(not reduction.linear for reduction in found):
         return leaves.call_each(
             lambda numbers, xs: _reduce_pieces(call, found[numbers[0]], xs, root, stop=stop),

@@ -94,7 +94,7 @@ def gather(
         if known is not None:
             return apply(known, (x,), stop=grad == "none")[0]
     call = wire.resolve("gather", group, lambda: describe(x, dim, given=f"dst={dst}, dim={dim}"))
-    stop = check_grad("gather", grad)
+    stop = check_grad(call, grad)
     root = check_rank("gather", call, "dst", dst)
     leaves, partition = held_pieces(call, x, dim, sizes)
     call = named(call, leaves)
@@ -181,7 +181,7 @@ def scatter(
     Cost: one collective each way, and one exchange in which ``src`` tells shape and dtype.
     """
     call = wire.resolve("scatter", group, lambda: f"src={src}, dim={dim}")
-    stop = check_grad("scatter", grad)
+    stop = check_grad(call, grad)
     root = check_rank("scatter", call, "src", src)
     here = call.rank == root
 

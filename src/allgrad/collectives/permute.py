@@ -8,6 +8,7 @@ from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
 from allgrad._autograd.transforms import apply
 from allgrad._core.partition import Partition, unpack
 from allgrad._wire import primitives as wire
+from allgrad._wire.consistency import refuse
 from allgrad.collectives._inputs import check_grad, check_rank, describe, named
 from allgrad.collectives._pair_cache import hashable, recall
 from allgrad.collectives._size_exchange import held_pieces
@@ -78,7 +79,7 @@ def permute(
     Cost: one collective each way, plus one size exchange unless ``sizes`` is given.
     """
     call = wire.resolve("permute", group, lambda: describe(x, dim, given=f"{pairs}, dim={dim}"))
-    stop = check_grad("permute", grad)
+    stop = check_grad(call, grad)
     to = _destinations("permute", call, pairs)
     leaves, partition = held_pieces(call, x, dim, sizes)
     call = named(call, leaves)
@@ -148,9 +149,10 @@ def shift(
     call = wire.resolve(
         "shift", group, lambda: describe(x, dim, given=f"offset={offset}, wrap={wrap}, dim={dim}")
     )
-    stop = check_grad("shift", grad)
+    stop = check_grad(call, grad)
     if isinstance(offset, bool) or not isinstance(offset, int):
-        raise InputError(f"shift: offset={offset!r} is not a whole number.\nGive ranks to move on.")
+        problem = f"shift: offset={offset!r} is not a whole number.\nGive ranks to move on."
+        refuse(call, InputError(problem))
     last = call.size - 1
     to = [
         (rank + offset) % call.size if wrap or 0 <= rank + offset <= last else -1
@@ -210,18 +212,18 @@ def permute_pair(call: Call, partition: Partition, *destinations: int) -> Adjoin
     )
 
 
-def _destinations(name: str, call: Call, pairs: Iterable[tuple[int, int]]) -> list[int]:
+def _destinations(name: str, call: Call, pairs: Iterable[object]) -> list[int]:
     """Where each rank sends to; -1 for nowhere."""
     to = [-1] * call.size
     for entry in pairs:
         if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-            raise InputError(f"{name}: {entry!r} is not a (from, to) pair.\nGive pairs of ranks.")
+            problem = f"{name}: {entry!r} is not a (from, to) pair.\nGive pairs of ranks."
+            refuse(call, InputError(problem))
         a = check_rank(name, call, "from", entry[0])
         b = check_rank(name, call, "to", entry[1])
         if to[a] >= 0 or b in to:
             twice = f"rank {a} sends" if to[a] >= 0 else f"rank {b} receives"
-            raise GroupError(
-                f"{name}: {twice} twice.\nGive each rank at most one to send to and one to receive from."
-            )
+            advice = "Give each rank at most one to send to and one to receive from."
+            refuse(call, GroupError(f"{name}: {twice} twice.\n{advice}"))
         to[a] = b
     return to

@@ -13,8 +13,8 @@ from allgrad._core.partition import Partition, pack_flat, unpack_like
 from allgrad._wire import primitives as wire
 from allgrad._wire.algorithms import FLAT_PIECE
 from allgrad._wire.calls import of_stacked
-from allgrad._wire.hosts import find_topology
-from allgrad.collectives._inputs import check_grad, describe, named, take_leaves
+from allgrad._wire.consistency import refuse
+from allgrad.collectives._inputs import check_grad, describe, named, take_reduced
 from allgrad.collectives.all_gather import gather_pair
 from allgrad.errors import ReductionError
 
@@ -80,15 +80,15 @@ def scan(
     crosses a link once for two hosts. The other reductions gather all pieces.
     """
     call = wire.resolve("scan", group, lambda: describe(x, given=f"op={op}, exclusive={exclusive}"))
-    stop = check_grad("scan", grad)
-    leaves = take_leaves("scan", x)
+    stop = check_grad(call, grad)
+    leaves, found = take_reduced(call, x, op)
     call = named(call, leaves)
-    found = [reductions.find("scan", op, t.dtype) for t in leaves.tensors]
     if exclusive and any(reduction.empty is None for reduction in found):
-        raise ReductionError(
+        problem = (
             f"scan: rank 0 would get the {found[0].name} of nothing.\n"
             "Use exclusive=False, or a sum divided by the rank where it is not 0."
         )
+        refuse(call, ReductionError(problem))
     if all(reduction.name == "sum" for reduction in found):
         pair = _prefix_pair(call, exclusive)
         return leaves.run(lambda _: pair, stop=stop, async_op=async_op)
@@ -161,10 +161,14 @@ def _prefix(call: Call, flat: Tensor, step: int, exclusive: bool) -> Tensor:
 
 
 def _chains(call: Call, flat: Tensor) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host, if these are consecutive and the piece is large; otherwise all ranks as one."""
-    topology = find_topology(call)
+    """The ranks of each host, if these are consecutive and the piece is large; otherwise all ranks as one.
+
+    Hosts are found out in the first message of a group, on which the ranks must agree before.
+    """
+    topology = call.group.topology
     if (
-        len(topology.hosts) > 1
+        topology is not None
+        and len(topology.hosts) > 1
         and topology.consecutive
         and flat.is_cpu
         and flat.nbytes > FLAT_PIECE

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 
-from allgrad._wire.consistency import is_checking, report_failure
+from allgrad._wire import consistency
 from allgrad._wire.primitives import resolve
 from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import InputError, ModeError, SizesError
@@ -39,11 +39,7 @@ def refuse(call: str, group: GroupLike, problem: InputError) -> NoReturn:
 
     In checked mode the others, who come to that collective, raise too, and name this rank.
     """
-    if is_checking() and not torch.compiler.is_compiling():
-        found = resolve(call, group)
-        if found.size > 1:
-            report_failure(found, problem)
-    raise problem
+    consistency.refuse(resolve(call, group), problem)
 
 
 def require_layer(ours: type[nn.Module], layer: object, plain: type[nn.Module]) -> None:
