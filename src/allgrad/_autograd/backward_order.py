@@ -63,6 +63,13 @@ class Chain:
         self._last, *results = node(self._last)
         return tuple(results)
 
+    def tie(self, node: Callable[[Tensor], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
+        """Add a node that takes the last token as its anchor, and gives results alone."""
+        results = node(self._last)
+        self._last, *handed_on = _HandOn.apply(*(x for x in results if x is not None))  # type: ignore[no-untyped-call]
+        made = iter(handed_on)
+        return tuple(None if x is None else next(made) for x in results)
+
     def add_pending(self, wait: Callable[[], object]) -> None:
         """Remember a pending call: the end of the block waits for it, if nobody did before."""
         self._pending.append(wait)
@@ -109,6 +116,16 @@ def current_chain() -> Chain | None:
 def _tie_to_chain(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
     chain = current_chain()
     return None if chain is None else chain.apply(pair, xs)
+
+
+class _HandOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *results: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
+        return torch.empty(0), *results
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
+        return gradients
 
 
 class _InOrder(torch.autograd.Function):

@@ -28,11 +28,13 @@ a difference of two large sums would be noise (test_tiny_loss_of_saturated_score
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from allgrad._autograd import call_order
+from allgrad._autograd.backward_order import current_chain
 from allgrad._autograd.transforms import ANCHOR, is_plain_autograd
 from allgrad._core.torch_internals import never_traced
 from allgrad._wire import primitives as wire
@@ -58,7 +60,16 @@ def contrastive_loss(
     # features need no gradient (test_rank_without_gradient_takes_part).
     if not is_plain_autograd():
         return loss_in_transform(config, Inputs(q, k, scale, bias))
-    loss: Tensor = outside_autocast(_apply, config, ANCHOR, q, k, scale, bias, device=q.device.type)
+    chain, device = current_chain(), q.device.type
+    if chain is not None and torch.is_grad_enabled():
+        (tied,) = chain.tie(
+            lambda token: (
+                outside_autocast(_apply, config, token, q, k, scale, bias, device=device),
+            )
+        )
+        assert tied is not None
+        return tied
+    loss: Tensor = outside_autocast(_apply, config, ANCHOR, q, k, scale, bias, device=device)
     if call_order.STATE.gated and loss.requires_grad and config.layout.world > 1:
         (loss,) = call_order.gate((loss,))
     return loss
@@ -89,7 +100,7 @@ class _ContrastiveLoss(torch.autograd.Function):
         scale: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        ctx.config = config
+        ctx.config, ctx.chain = config, current_chain()
         ctx.call = wire.resolve(config.name, config.layout.group)
         if ctx.call.size > 1:
             call_order.register(ctx, ctx.call, q)
@@ -104,7 +115,8 @@ class _ContrastiveLoss(torch.autograd.Function):
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         x, kept = Inputs(*saved[:4]), Kept.unflatten(saved[4:])
         if torch.is_grad_enabled():  # create_graph=True
-            return None, None, *first_order(ctx.config, (kept, needed), x, by_loss)
+            with contextlib.nullcontext() if ctx.chain is None else ctx.chain.recording():
+                return None, None, *first_order(ctx.config, (kept, needed), x, by_loss)
         found = outside_autocast(
             first_gradients, ctx.config, x, by_loss, kept, needed, device=by_loss.device.type
         )

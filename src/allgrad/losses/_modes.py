@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from allgrad._autograd.backward_order import current_chain
 from allgrad._autograd.transforms import ANCHOR, mode_anchor
 from allgrad._core.torch_internals import never_traced
 from allgrad.errors import ModeError
@@ -48,6 +49,11 @@ def first_order(
 
     ``forward`` is what the forward pass kept, and which gradients are needed; None computes it again.
     """
+    chain = current_chain()
+    if chain is not None:
+        return chain.tie(
+            lambda token: _FirstGradients.apply(config, forward, token, *x, by_loss)  # type: ignore[no-untyped-call]
+        )
     found: Gradients = _FirstGradients.apply(config, forward, ANCHOR, *x, by_loss)  # type: ignore[no-untyped-call]
     return found
 
