@@ -94,16 +94,17 @@ class Relation:
         if self.margin is None:
             return rows
         highest = []
-        for row, x in rows.chunks():
-            best = torch.full((len(x),), -torch.inf, device=x.device, dtype=_wide(x))
-            for keys in columns:
-                for column, (y, *_) in keys.chunks():
-                    similarity = _similarity(x, y)
-                    positive, _ = self.masks(row, column, similarity)
-                    masked = similarity.masked_fill(~positive, -torch.inf)
-                    if masked.shape[1]:
-                        best = torch.maximum(best, masked.amax(1))
-            highest.append(best)
+        with torch.autocast(rows.features.device.type, enabled=False):  # as the terms are computed
+            for row, x in rows.chunks():
+                best = torch.full((len(x),), -torch.inf, device=x.device, dtype=_wide(x))
+                for keys in columns:
+                    for column, (y, *_) in keys.chunks():
+                        similarity = _similarity(x, y)
+                        positive, _ = self.masks(row, column, similarity)
+                        masked = similarity.masked_fill(~positive, -torch.inf)
+                        if masked.shape[1]:
+                            best = torch.maximum(best, masked.amax(1))
+                highest.append(best)
         limit = torch.cat(highest) - self.margin
         limit = limit.masked_fill(limit == -torch.inf, torch.inf)
         return Queries(rows.features, rows.ids, rows.own, limit)
@@ -147,4 +148,6 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _similarity(x: Tensor, y: Tensor) -> Tensor:
-    return (x @ y.T).to(_wide(x))
+    """Products in float32 at least: rounded to 16 bits, they would cost digits of the gradients."""
+    wide = _wide(x)
+    return x.to(wide) @ y.to(wide).T

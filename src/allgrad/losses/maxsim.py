@@ -189,7 +189,8 @@ def _maxsim(queries: _Samples, documents: _Samples, q: Tensor, d: Tensor) -> Ten
     place, real = documents.places()
     wide = torch.promote_types(q.dtype, torch.float32)
     padded = d[place.flatten()] if len(d) else d.new_zeros(place.numel(), d.shape[1])
-    products = (q @ padded.T).to(wide).unflatten(1, tuple(place.shape))
+    # Rounded to 16 bits, products would tie where they do not.
+    products = (q.to(wide) @ padded.to(wide).T).unflatten(1, tuple(place.shape))
     if place.shape[1] == 0:  # no document in this chunk
         best = products.sum(2)
     else:
