@@ -208,3 +208,9 @@ def test_results_equal_the_originals_on_cuda():
         )
         assert ours.device == theirs.device
         check((ours,), (theirs,), there[:1])
+
+
+def test_packed_sequences_are_not_joined():
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    with pytest.raises(InputError, match=r"gather: a PackedSequence cannot be joined(.*\n)+.*pad"):
+        gather([(packed, 1), (packed, 1)], "cpu")

@@ -56,6 +56,21 @@ MISTAKES = {
     "HaloConv1d": lambda odd, _: HaloConv1d(1, 1, 3, padding=1)(
         tokens((1, 1, 3 + odd)), sizes=[3, 3, 3]
     ),
+    "SyncBatchNorm: x is NoneType": lambda odd, _: SyncBatchNorm(4)(
+        None if odd else tokens((2, 4))
+    ),
+    "ring_attention: k is NoneType": lambda odd, _: ring_attention(
+        tokens((2, 2, 3)), None if odd else tokens((2, 2, 3)), tokens((2, 2, 3))
+    ),
+    "dispatch: x is NoneType": lambda odd, _: dispatch(
+        None if odd else tokens((2, 3)), torch.tensor([0, 2]), experts=3
+    ),
+    "dispatch: capacity=1.5": lambda odd, _: dispatch(
+        tokens((2, 3)), torch.tensor([0, 2]), experts=3, capacity=1.5 if odd else 2
+    ),
+    "dispatch: capacity=-1": lambda odd, _: dispatch(
+        tokens((2, 3)), torch.tensor([0, 2]), experts=3, capacity=-1 if odd else 2
+    ),
 }
 
 

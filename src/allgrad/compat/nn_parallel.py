@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from allgrad import devices
 from allgrad.containers.call_arguments import scatter_call
+from allgrad.containers.kinds import nodes
 from allgrad.containers.nests import flatten, unflatten
 from allgrad.errors import InputError, PieceMismatch
 
@@ -120,6 +122,11 @@ def gather(outputs: Sequence[Any], target_device: Device | None, dim: int = 0) -
     if not flattened:
         raise InputError("gather: outputs is empty.\nGive one output for each device.")
     structure = flattened[0][1]
+    if any(isinstance(node, PackedSequence) for node in nodes(list(outputs))):
+        raise InputError(
+            "gather: a PackedSequence cannot be joined: its rows belong to several sequences.\n"
+            "Return it padded, with pad_packed_sequence."
+        )
     for i, (leaves, other) in enumerate(flattened):
         if other != structure:
             raise PieceMismatch(

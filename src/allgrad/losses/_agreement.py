@@ -153,6 +153,11 @@ def agree(
         spec = check()
     except InputError as found:
         problem = found
+    except Exception as found:  # noqa: BLE001  no rank may wait for this one
+        text = str(found).partition("\n")[0]
+        problem = InputError(
+            f"an argument cannot be used: {type(found).__name__}: {text}\nCompare them with the docs."
+        )
     shown = ", ".join(f"{key} {_describe(x)}" for key, x in arguments.items() if x is not None)
     if call.size == 1:
         if problem is not None:
@@ -246,7 +251,8 @@ def _device(x: object) -> torch.device | None:
 
 def _describe(x: object) -> str:
     if isinstance(x, Tensor):
-        return f"{tuple(x.shape)} {dtype_name(x.dtype)}"
+        shape = f"nested of {x.size(0)}" if x.is_nested else tuple(x.shape)
+        return f"{shape} {dtype_name(x.dtype)}"
     if isinstance(x, (list, tuple)):
         return f"list of {len(x)}"
     return f"{x}" if isinstance(x, (int, float)) else type(x).__name__

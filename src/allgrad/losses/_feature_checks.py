@@ -12,7 +12,7 @@ from allgrad.errors import InputError, PieceMismatch, TensorError
 from allgrad.losses._agreement import require
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["check_features", "check_number", "check_per_row", "check_reduction", "number"]
 
@@ -20,17 +20,17 @@ _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WHOLE = (torch.int64, torch.int32)
 
 
-def check_features(features: Mapping[str, Tensor | None]) -> None:
-    """Features are (rows, width), all with one dtype and width; those that are None are optional."""
-    given = {name: x for name, x in features.items() if x is not None}
+def check_features(features: Mapping[str, Tensor | None], optional: Sequence[str] = ()) -> None:
+    """Features are (rows, width), all with one dtype and width; those that are optional may be None."""
+    given = {name: x for name, x in features.items() if x is not None or name not in optional}
     for name, x in given.items():
         require(
-            isinstance(x, Tensor) and x.dtype in _FLOATING and x.dim() == 2,
+            isinstance(x, Tensor) and _is_plain(x) and x.dtype in _FLOATING and x.dim() == 2,
             TensorError,
             f"{name} is not a floating-point tensor with one vector in each row.",
             "Give it as (rows, width) in float32, bfloat16, float16 or float64.",
         )
-    first, *others = given.values()
+    first, *others = (x for x in given.values() if x is not None)
     for name, x in zip(list(given)[1:], others, strict=True):
         require(
             x.shape[1] == first.shape[1],
@@ -44,6 +44,10 @@ def check_features(features: Mapping[str, Tensor | None]) -> None:
             f"{name} has another dtype than {next(iter(given))}.",
             "Cast all features to one dtype before the call.",
         )
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_nested
 
 
 def check_per_row(name: str, x: Tensor | None, rows: str, count: int, *, whole: bool) -> None:

@@ -48,7 +48,7 @@ class TensorSpec(NamedTuple):
 
     @staticmethod
     def of(name: str, x: object, *, read: bool) -> TensorSpec:
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided:
             return TensorSpec(name, "none" if x is None else "other")
         dtype = x.dtype if x.dtype in DTYPES else None
         readable = read and x.numel() == 1 and dtype in FLOATING
@@ -79,7 +79,7 @@ class TensorSpec(NamedTuple):
 
     def __str__(self) -> str:
         if self.given != "tensor":
-            return f"{self.name} {'None' if self.given == 'none' else 'no tensor'}"
+            return f"{self.name} {'None' if self.given == 'none' else 'no plain tensor'}"
         return f"{self.name} {self.shape} {dtype_name(self.dtype) if self.dtype else 'other'}"
 
 

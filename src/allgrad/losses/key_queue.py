@@ -16,7 +16,7 @@ from allgrad.losses._feature_checks import check_features, check_per_row
 if TYPE_CHECKING:
     from allgrad.types import GroupLike
 
-__all__ = ["KeyQueue", "QueuedKeys"]
+__all__ = ["KeyQueue", "QueuedKeys", "check_queue"]
 
 
 class _Queued:
@@ -41,6 +41,20 @@ class _Queued:
             f"the queue holds keys of width {width}, not {features.shape[-1]}.",
             "Give features of the queue's width, or make another queue.",
         )
+
+
+def check_queue(queue: object, features: Tensor) -> None:
+    """Raise unless this is no queue, or one for such features."""
+    if queue is None:
+        return
+    require(
+        isinstance(queue, _Queued),
+        InputError,
+        f"queue is {type(queue).__name__}, not a KeyQueue.",
+        "Make one with KeyQueue(capacity, width) on every rank.",
+    )
+    assert isinstance(queue, _Queued)
+    queue.check_width(features)
 
 
 class QueuedKeys(_Queued):

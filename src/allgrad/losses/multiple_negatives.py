@@ -21,6 +21,7 @@ from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._packed import Packing, Part
 from allgrad.losses._relations import Keys, Queries, Relation, score_rows
+from allgrad.losses.key_queue import check_queue
 
 if TYPE_CHECKING:
     from allgrad.losses._agreement import Agreement
@@ -68,7 +69,7 @@ def multiple_negatives_loss(
     own_ids = {"ids": ids, "hard_negative_ids": hard_negative_ids}
 
     def check() -> CallSpec:
-        check_features(features)
+        check_features(features, optional=["hard_negatives"])
         check_number("scale", scale)
         check_reduction(grad_reduction)
         require(
@@ -82,13 +83,13 @@ def multiple_negatives_loss(
         hard = 0 if hard_negatives is None else len(hard_negatives)
         check_per_row("hard_negative_ids", hard_negative_ids, "hard_negatives", hard, whole=True)
         _check_both_sides(ids, hard_negatives, hard_negative_ids, queue)
-        if queue is not None:
-            queue.check_width(query)
-        given = [x is None for x in (queue, ids, weights)]
+        check_queue(queue, query)
+        given = [x is None for x in (ids, weights)]
         same = {
             "width": query.shape[1],
             "dtype": query.dtype,
             "options": (symmetric, margin, grad_reduction, given),
+            "queue": None if queue is None else len(queue.features),
         }
         return CallSpec(same, (len(query), hard))
 

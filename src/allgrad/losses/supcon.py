@@ -20,6 +20,7 @@ from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._packed import Packing, Part
 from allgrad.losses._relations import Keys, Queries, Relation, score_rows
+from allgrad.losses.key_queue import check_queue
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,8 +162,8 @@ def _several_positives(  # noqa: PLR0917
             f"exclude_self needs one key for each query, not {len(key)} for {len(query)}.",
             "Give the same rows as query and key.",
         )
+        check_queue(queue, query)
         if queue is not None:
-            queue.check_width(query)
             require(
                 queue.ids is not None,
                 InputError,
@@ -170,11 +171,12 @@ def _several_positives(  # noqa: PLR0917
                 "Make it with KeyQueue(..., ids=True).",
             )
         sent = None if key_weights is None else key_weights.dtype
-        given = query_weights is None, queue is None, sent
+        given = query_weights is None, sent
         same = {
             "width": query.shape[1],
             "dtype": query.dtype,
             "options": (relation, grad_reduction, given),
+            "queue": None if queue is None else len(queue.features),
         }
         return CallSpec(same, (len(query), len(key)))
 

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from allgrad._autograd.transforms import is_plain_autograd
 from allgrad._core.torch_internals import before_node, current_node, kernel_inputs
 from allgrad.errors import InputError, PieceMismatch, SizesError, rank_table
-from allgrad.nn._ranks import find_place, gather_numbers, refuse
+from allgrad.nn._ranks import find_place, gather_numbers, refuse, require_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -299,7 +299,11 @@ def check_heads(
     """
     place = find_place(call, group)
     alone = place.world == 1 and sizes is None
-    shapes = q.shape, k.shape, v.shape, causal
+    try:
+        shapes = q.shape, k.shape, v.shape, causal
+    except AttributeError:
+        require_tensors(call, group, q=q, k=k, v=v)
+        raise
     if alone and not torch.compiler.is_compiling() and shapes in _FIT:
         return (k.shape[-2],)
     own = _Shape.of(q, k, v)

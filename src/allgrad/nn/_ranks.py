@@ -5,20 +5,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
+from torch import Tensor
 
 from allgrad._wire import consistency
 from allgrad._wire.primitives import resolve
 from allgrad.collectives.all_gather import all_gather
-from allgrad.errors import InputError, ModeError, SizesError
+from allgrad.errors import InputError, ModeError, SizesError, TensorError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from allgrad.types import GroupLike
 
-__all__ = ["Place", "feature_sizes", "find_place", "gather_numbers", "refuse", "require_layer"]
+__all__ = [
+    "Place",
+    "feature_sizes",
+    "find_place",
+    "gather_numbers",
+    "refuse",
+    "require_layer",
+    "require_tensors",
+]
 
 
 class Place(NamedTuple):
@@ -40,6 +49,14 @@ def refuse(call: str, group: GroupLike, problem: InputError) -> NoReturn:
     In checked mode the others, who come to that collective, raise too, and name this rank.
     """
     consistency.refuse(resolve(call, group), problem)
+
+
+def require_tensors(call: str, group: GroupLike, **arguments: object) -> None:
+    """Raise unless all of these are tensors."""
+    for name, x in arguments.items():
+        if not isinstance(x, Tensor):
+            problem = f"{call}: {name} is {type(x).__name__}, not a tensor.\nGive a tensor."
+            refuse(call, group, TensorError(problem))
 
 
 def require_layer(ours: type[nn.Module], layer: object, plain: type[nn.Module]) -> None:

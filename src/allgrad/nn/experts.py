@@ -13,7 +13,7 @@ from allgrad._core.partition import even
 from allgrad._wire.calls import describe_shapes
 from allgrad._wire.primitives import resolve
 from allgrad.errors import InputError, PieceMismatch, SizesError, rank_table
-from allgrad.nn._ranks import Place, refuse
+from allgrad.nn._ranks import Place, refuse, require_tensors
 from allgrad.nn._routes import Route
 from allgrad.nn._routing import Options, choices_in_order, exchange_counts
 
@@ -78,9 +78,11 @@ def dispatch(
         options = {"experts": experts, "capacity": capacity, "drop": drop, "group": group}
         sent: Dispatched = graph_breaks.run_routing(dispatch, x, routing, **options)
         return sent
+    require_tensors("dispatch", group, x=x, routing=routing)
     call = resolve("dispatch", group, lambda: describe_shapes([x], 0))
     place = Place(call.rank, call.size)
     held = _held_by_rank(experts, place.world, group)
+    _check_capacity(capacity, group)
     found = choices_in_order(x, routing, sum(held))
     same = Options(held, capacity, drop)
     counts, arrived = exchange_counts(call, x, routing, same, found, group)
@@ -161,6 +163,15 @@ def combine(y: Tensor, sent: Dispatched, weights: Tensor | None = None) -> Tenso
     (at_slots,) = apply(route.exchange_pair(call).adjoint, [y])
     weighted = at_slots * weights.reshape(-1, 1).index_select(0, route.slots)
     return apply(route.spread_pair().adjoint, [weighted])[0]
+
+
+def _check_capacity(capacity: object, group: GroupLike) -> None:
+    whole = isinstance(capacity, int) and not isinstance(capacity, bool)
+    if capacity is not None and (not whole or capacity < 0):  # type: ignore[operator]
+        problem = (
+            f"dispatch: capacity={capacity!r} is not a number of tokens.\nGive a whole number."
+        )
+        refuse("dispatch", group, InputError(problem))
 
 
 def _with_room(counts: Counts, capacity: int, drop: bool) -> Counts:

@@ -11,7 +11,7 @@ from torch.nn.functional import batch_norm
 from allgrad._core.held_group import HoldsGroup
 from allgrad.errors import InputError, TensorError
 from allgrad.nn._moments import Moments, moments_over_ranks
-from allgrad.nn._ranks import refuse
+from allgrad.nn._ranks import refuse, require_tensors
 
 if TYPE_CHECKING:
     from allgrad.types import GroupLike
@@ -67,6 +67,7 @@ class SyncBatchNorm(HoldsGroup, nn.BatchNorm1d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise this rank's samples."""
+        require_tensors("SyncBatchNorm", self.group, x=x)
         if x.dim() < 2 or x.shape[1] != self.num_features or not x.is_floating_point():
             problem = TensorError(
                 f"SyncBatchNorm: x is {tuple(x.shape)} {x.dtype}, not (N, {self.num_features}, ...) "
