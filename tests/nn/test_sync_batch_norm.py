@@ -44,7 +44,9 @@ def normalise(group, kind, dims, options):
         joined = assign(plain, names, ps)(torch.cat([xs[0] for xs in everyone]))
         return joined.split(LENGTHS[kind][:world])
 
-    check_twin(run, whole, inputs, list(plain.parameters()), group=group)
+    # First derivatives alone, and those that are differentiated in turn, are computed in two ways.
+    for orders in (1, 2):
+        check_twin(run, whole, inputs, list(plain.parameters()), group=group, orders=orders)
     for key, value in plain.state_dict().items():
         close(ours.state_dict()[key], value, key)
 
@@ -69,6 +71,40 @@ def test_exact_everywhere(where):
 )
 def test_exact_with_every_option(dims, options):
     on("3 ranks", normalise, "empty", dims, options)
+
+
+@pytest.mark.ranks(2)
+def test_any_layout_in_memory(rank, world):
+    """Channels last and slices, and gradients that are expanded, transposed or in a batch."""
+    ours, plain = both(2, None)
+    wide = pieces_of(world, "ragged", (0, 3, 2, 4), 0)
+    everyone = [leaf(p) for p in wide]
+    joined = plain(torch.cat([p[..., ::2] for p in everyone]))
+    wanted = derivatives(joined.sin().sum() + joined.mT.tanh().sum(), everyone)[rank]
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = leaf(wide[rank].contiguous(memory_format=layout))
+        y = ours(x[..., ::2].contiguous(memory_format=layout))
+        loss_of_rank = y.sin().sum() + y.mT.tanh().sum()
+        close(derivatives(loss_of_rank, [x])[0], wanted, "the gradient")
+    x = leaf(wide[rank])
+    y = ours(x[..., ::2])
+    (expanded,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    close(expanded, torch.zeros_like(expanded), "the gradient of a sum of normalised values")
+    weights = random((2, *y.shape), 5 + rank)
+    (batch,) = torch.autograd.grad(y, x, weights, is_grads_batched=True, retain_graph=True)
+    for row, weight in zip(batch, weights, strict=True):
+        close(row, torch.autograd.grad(y, x, weight, retain_graph=True)[0], "one of a batch")
+
+
+@pytest.mark.ranks(2)
+def test_parameters_of_another_dtype(rank, world):
+    ours, plain = both(2, None)
+    x = pieces_of(world, "ragged", SHAPES[2], 0)
+    plain(torch.cat(x)).sin().sum().backward()
+    ours.float()(x[rank]).sin().sum().backward()
+    for got, want in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert got.grad.dtype == torch.float32
+        torch.testing.assert_close(ag.all_reduce(got.grad), want.grad.float())
 
 
 @pytest.mark.ranks(3)

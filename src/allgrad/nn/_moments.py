@@ -1,12 +1,14 @@
-"""Mean and variance over the values of all ranks, in one message."""
+"""Mean and variance of each channel over the values of all ranks, in one message."""
 
 from __future__ import annotations
 
-from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.nn.functional import batch_norm
 
+from allgrad._autograd.transforms import is_plain_autograd
+from allgrad._core.torch_internals import is_batched_gradient, never_traced
 from allgrad.collectives.all_gather import all_gather
 
 if TYPE_CHECKING:
@@ -14,44 +16,108 @@ if TYPE_CHECKING:
 
     from allgrad.types import GroupLike
 
-__all__ = ["Moments", "moments_over_ranks"]
+__all__ = ["Moments", "RankMoments", "by_channel", "gather_moments", "once"]
 
 
 class Moments(NamedTuple):
-    """Own values less ``centre``, and the moments of all ranks' values; ``dims`` are of length 1."""
+    """The moments of all ranks' values."""
+
+    mean: Tensor  # of each channel
+    squares: Tensor  # the sum of (x - mean)^2
+    number: Tensor  # of values
+
+    def variance(self) -> Tensor:
+        return self.squares / self.number.clamp(min=1)
+
+
+class RankMoments(NamedTuple):
+    """A rank's own values less ``centre``, and every rank's mean, sum of squares and count."""
 
     centred: Tensor
     centre: Tensor
-    mean: Tensor
-    squares: Tensor  # the sum of (x - mean)^2 over all ranks
-    number: Tensor  # of values, over all ranks
+    rows: Tensor
+
+    def join(self) -> Moments:
+        """The moments of all by the formula of Chan, Golub and LeVeque: no large numbers cancel."""
+        features = self.centre.numel()
+        means, squares, counts = self.rows.split([features, features, 1], 1)
+        counts = counts.detach().squeeze(1)
+        number = counts.sum()
+        mean = counts @ means / number.clamp(min=1)
+        return Moments(mean, squares.sum(0) + counts @ (means - mean).square(), number)
 
 
-def moments_over_ranks(x: Tensor, dims: list[int], group: GroupLike) -> Moments:
-    """Reduce over ``dims`` and over ranks.
+def gather_moments(x: Tensor, group: GroupLike) -> RankMoments:
+    """Reduce samples (N, C, ...) to C channels, and exchange what they came to.
 
-    Each rank sends its mean, its centred squares and its count; the moments of all follow by the
-    formula of Chan, Golub and LeVeque, which subtracts no large numbers. The values are used on
-    every rank in its own way, so the gather has ``grad="sum"``.
+    The values are used on every rank in its own way, so the gather has ``grad="sum"``.
 
     ``centre`` is a constant: sums of x - centre determine the moments for any constant, so the
     derivatives of every order are exact, and backward has one pass less.
     """
     if x.dtype in {torch.float16, torch.bfloat16}:
         x = x.float()
-    n = prod([x.shape[d] for d in dims])  # a list: Dynamo takes no generator here
-    fixed = x.detach()
-    centre = fixed.mean(dims, keepdim=True) if n else fixed.sum(dims, keepdim=True)
-    centred = x - centre
-    total = centred.sum(dims, keepdim=True)
-    beside = total / max(n, 1)
-    squares = centred.square().sum(dims, keepdim=True) - total * beside
-    shape, features = centre.shape, centre.numel()
-    own = torch.cat([(centre + beside).flatten(), squares.flatten(), centre.new_full((1,), n)])
-    rows = all_gather(own[None], sizes="equal", group=group)
-    means, squares, counts = rows.split([features, features, 1], 1)
-    counts = counts.detach()
-    number = counts.sum()
-    mean = (means * counts).sum(0) / number.clamp(min=1)
-    squares = (squares + (means - mean).square() * counts).sum(0)
-    return Moments(centred, centre, mean.view(shape), squares.view(shape), number)
+    fixed, dims = x.detach(), _reduced(x)
+    centre = fixed.mean(dims) if x.numel() else fixed.sum(dims)
+    centred = x - by_channel(centre, x)
+    if is_plain_autograd():
+        row: Tensor = _Row.apply(centred, centre)  # type: ignore[no-untyped-call]
+    else:
+        row = _row(centred, centre, centred.sum(dims))
+    return RankMoments(centred, centre, all_gather(row[None], sizes="equal", group=group))
+
+
+def by_channel(values: Tensor, x: Tensor) -> Tensor:
+    """A value of each channel, in a shape that meets (N, C, ...)."""
+    return values.view(-1, *[1] * (x.dim() - 2))
+
+
+def once(gradient: Tensor) -> bool:
+    """Tell whether backward has one gradient to compute, which nobody differentiates in turn."""
+    plain = is_plain_autograd() and not torch.is_grad_enabled()
+    return plain and not is_batched_gradient(gradient)
+
+
+def _reduced(x: Tensor) -> list[int]:
+    return [d for d in range(x.dim()) if d != 1]
+
+
+def _count(x: Tensor) -> int:
+    return x.numel() // x.shape[1] if x.shape[1] else 0
+
+
+def _row(centred: Tensor, centre: Tensor, total: Tensor | None) -> Tensor:
+    """What this rank tells. ``total``, the sum of the centred values, is nothing but rounding."""
+    n, squares = _count(centred), centred.square().sum(_reduced(centred))
+    if total is not None:
+        beside = total / max(n, 1)
+        centre, squares = centre + beside, squares - total * beside
+    return torch.cat([centre, squares, centre.new_full((1,), n)])
+
+
+@never_traced
+class _Row(torch.autograd.Function):
+    """The row of this rank, whose gradient is one pass where autograd would take four."""
+
+    @staticmethod
+    def forward(ctx: Any, centred: Tensor, centre: Tensor) -> Tensor:
+        ctx.save_for_backward(centred)
+        return _row(centred, centre, None)
+
+    @staticmethod
+    def backward(ctx: Any, by_row: Tensor) -> tuple[Tensor, None]:
+        (centred,) = ctx.saved_tensors
+        channels, n = centred.shape[1], _count(centred)
+        by_mean, by_squares, _ = by_row.split([channels, channels, 1])
+        scale, offset = 2 * by_squares, by_mean / max(n, 1)
+        if n and once(by_row):
+            return _scaled(centred, scale, offset), None
+        mean = centred.mean(_reduced(centred)) if n else centred.sum(_reduced(centred))
+        off_mean = centred - by_channel(mean, centred)
+        return off_mean * by_channel(scale, centred) + by_channel(offset, centred), None
+
+
+def _scaled(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """``x * scale + offset`` in one pass over memory, by torch's batch norm with given moments."""
+    zeros, ones = torch.zeros_like(scale), torch.ones_like(scale)
+    return batch_norm(x, zeros, ones, scale, offset, training=False, eps=0.0)

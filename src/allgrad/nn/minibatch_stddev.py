@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from allgrad.errors import InputError, TensorError
-from allgrad.nn._moments import moments_over_ranks
+from allgrad.nn._moments import gather_moments
 from allgrad.nn._ranks import refuse
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def minibatch_stddev(
             "Give a number that divides them."
         )
         refuse("minibatch_stddev", group, problem)
-    found = moments_over_ranks(x, [0], group)
+    found = gather_moments(x.flatten(1), group).join()
     spread = (found.squares / found.number.clamp(min=1) + eps).sqrt()
     parts = spread.view(1, channels, -1).mean(2)
     shape = (x.shape[0], channels, *x.shape[2:])

@@ -10,10 +10,12 @@ from torch.nn.functional import batch_norm
 
 from allgrad._core.held_group import HoldsGroup
 from allgrad.errors import InputError, TensorError
-from allgrad.nn._moments import Moments, moments_over_ranks
+from allgrad.nn._moments import gather_moments
+from allgrad.nn._normalise import normalise
 from allgrad.nn._ranks import refuse, require_tensors
 
 if TYPE_CHECKING:
+    from allgrad.nn._moments import Moments
     from allgrad.types import GroupLike
 
 __all__ = ["SyncBatchNorm", "convert"]
@@ -81,31 +83,25 @@ class SyncBatchNorm(HoldsGroup, nn.BatchNorm1d):
             return batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, local, 0.0, self.eps
             )
-        found = moments_over_ranks(x, [d for d in range(x.dim()) if d != 1], self.group)
+        y, found = normalise(gather_moments(x, self.group), self.weight, self.bias, self.eps)
         if self.track_running_stats:
             self._track(found)
-        scale = (found.squares / found.number.clamp(min=1) + self.eps).rsqrt()
-        if self.weight is not None:
-            scale = scale * self.weight.view(scale.shape)
-        offset = (found.centre - found.mean) * scale
-        if self.bias is not None:
-            offset = offset + self.bias.view(scale.shape)
-        return torch.addcmul(offset, found.centred, scale).to(x.dtype)
+        return y.to(x.dtype)
 
     @torch.no_grad()
     def _track(self, found: Moments) -> None:
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
-        mean, squares = found.mean.detach().flatten(), found.squares.detach().flatten()
+        mean, squares, number = found
         self.num_batches_tracked.add_(1)
         if self.momentum is None:
             part = self.num_batches_tracked.to(mean.dtype).reciprocal()
         else:
             part = mean.new_full((), self.momentum)
-        variance = squares / (found.number - 1).clamp(min=1)
+        variance = squares / (number - 1).clamp(min=1)
         for running, new, least in ((self.running_mean, mean, 1), (self.running_var, variance, 2)):
-            running.lerp_(new.to(running.dtype), (part * (found.number >= least)).to(running.dtype))
+            running.lerp_(new.to(running.dtype), (part * (number >= least)).to(running.dtype))
 
 
 def convert(module: M, group: GroupLike = None) -> M | SyncBatchNorm:
