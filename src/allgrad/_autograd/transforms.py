@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from allgrad._autograd import call_order
 from allgrad._core.torch_internals import (
@@ -139,7 +140,7 @@ def _without_autocast(pair: AdjointPair, xs: Sequence[Tensor]) -> Sequence[Tenso
 
 def is_plain_autograd() -> bool:
     """Tell whether derivatives, if any, are those of eager autograd."""
-    return not (torch.compiler.is_compiling() or functorch_active() or dual_level() >= 0)
+    return not (functorch_active() or dual_level() >= 0 or is_compiling())
 
 
 def needs_graph(xs: Sequence[Tensor]) -> bool:

@@ -5,6 +5,7 @@ Both are differentiable to any order, and keep no matrix of scores for backward.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -57,12 +58,17 @@ def attend_alone(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | N
     if _HIDDEN and _kind(q, v, None) in _HIDDEN:
         return _in_own_graph(q, k, v, options)
     y = scaled_dot_product_attention(q, k, v, None, 0.0, causal, scale=scale)
+    node = y.grad_fn
+    if type(node) in _KERNELS:
+        before_node(node, y, partial(_before_kernel, (q, k, v), options))
+        return y
     return _twice_differentiable(y, q, k, v, options)
 
 
 # Inputs for which torch puts ops of its own around its kernel, to pad them for example.
 _HIDDEN: set[tuple[object, ...]] = set()
 _KERNEL = "ScaledDotProduct"
+_KERNELS: set[type] = set()  # of nodes that are called so
 
 
 def _kind(q: Tensor, v: Tensor, mask: Tensor | None) -> tuple[object, ...]:
@@ -79,12 +85,8 @@ def _twice_differentiable(y: Tensor, q: Tensor, k: Tensor, v: Tensor, options: _
     if node is None:
         return y
     if node.name().startswith(_KERNEL):
-
-        def in_backward(_: Tensor) -> None:
-            if is_grad_enabled():
-                _replace_gradients(current_node(), (q, k, v), options)
-
-        before_node(node, y, in_backward)
+        _KERNELS.add(type(node))
+        before_node(node, y, partial(_before_kernel, (q, k, v), options))
         return y
     if not _leads_to_kernel(node, steps=4):
         return y
@@ -92,8 +94,11 @@ def _twice_differentiable(y: Tensor, q: Tensor, k: Tensor, v: Tensor, options: _
     return _in_own_graph(q, k, v, options)
 
 
-def _replace_gradients(node: Any, inputs: Sequence[Tensor], options: _Options) -> None:
-    """Have the gradients that the node is about to compute replaced by those of the formula."""
+def _before_kernel(inputs: Sequence[Tensor], options: _Options, _: Tensor) -> None:
+    """Have the gradients that a kernel's node is about to compute replaced by those of the formula."""
+    if not is_grad_enabled():
+        return
+    node = current_node()
     edges = node.next_functions
     if not all(_is_edge_of(x, edge) for x, (edge, _) in zip(inputs, edges, strict=False)):
         inputs = kernel_inputs(node)  # as autocast made them of what the caller gave

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.nn.functional import batch_norm
 
 from allgrad._autograd.transforms import is_plain_autograd
 from allgrad._core.torch_internals import is_batched_gradient, never_traced
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
     from allgrad.types import GroupLike
 
-__all__ = ["Moments", "RankMoments", "by_channel", "gather_moments", "once"]
+__all__ = ["Moments", "RankMoments", "by_channel", "by_given_moments", "gather_moments", "once"]
 
 
 class Moments(NamedTuple):
@@ -120,4 +119,11 @@ class _Row(torch.autograd.Function):
 def _scaled(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     """``x * scale + offset`` in one pass over memory, by torch's batch norm with given moments."""
     zeros, ones = torch.zeros_like(scale), torch.ones_like(scale)
-    return batch_norm(x, zeros, ones, scale, offset, training=False, eps=0.0)
+    return by_given_moments(x, (zeros, ones), scale, offset, eps=0.0)
+
+
+def by_given_moments(
+    x: Tensor, moments: tuple[Tensor, Tensor], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """Torch's batch norm in eval mode, which takes no eps of 0."""
+    return torch.batch_norm(x, weight, bias, *moments, False, 0.0, eps, False)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import batch_norm
 
 from allgrad._autograd.transforms import is_plain_autograd
 from allgrad._core.torch_internals import never_traced
-from allgrad.nn._moments import Moments, RankMoments, by_channel, once
+from allgrad.nn._moments import Moments, RankMoments, by_channel, by_given_moments, once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,11 +56,8 @@ class _Normalise(torch.autograd.Function):
         ctx.save_for_backward(centred, rows, weight, bias, centre, beside, variance, *joined)
         ctx.mark_non_differentiable(*joined)
         ctx.set_materialize_grads(False)
-        like = beside.dtype
-        y = batch_norm(
-            centred, beside, variance, _cast(weight, like), _cast(bias, like), eps=ctx.eps
-        )
-        return y, *joined
+        factor, term = _cast(weight, beside.dtype), _cast(bias, beside.dtype)
+        return by_given_moments(centred, (beside, variance), factor, term, ctx.eps), *joined
 
     @staticmethod
     def backward(ctx: Any, by_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:

@@ -6,6 +6,7 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from allgrad._autograd.transforms import is_plain_autograd
 from allgrad._wire.groups import find_group
@@ -61,9 +62,10 @@ def ring_attention(
     Cost: for W ranks, W - 1 messages of a block of keys and values each way, plus one size
     exchange unless ``sizes`` is given. In a world of one: torch's attention.
     """
-    alone = sizes is None and is_plain_autograd() and find_group(_NAME, group).size == 1
-    if alone and q.shape == k.shape == v.shape and q.numel() and q.dim() > 2:
-        return attend_alone(q, k, v, causal, scale)
+    if sizes is None and is_plain_autograd() and _is_alone(group):
+        shape = q.shape
+        if shape == k.shape == v.shape and len(shape) > 2 and 0 not in shape:
+            return attend_alone(q, k, v, causal, scale)
     sizes = check_heads(_NAME, q, k, v, causal=causal, sizes=sizes, group=group)
     if len(sizes) == 1:
         return attend_all(q, k, v, causal=causal, scale=scale)
@@ -91,6 +93,12 @@ def ring_attention(
     # A rank that does not see the last block takes part in its backward all the same.
     out = out + nothing_of(q, k, v)
     return out if grouped == 1 else _rows_to_heads(out, (grouped, length))
+
+
+def _is_alone(group: GroupLike) -> bool:
+    if group is None and dist.group.WORLD is None:
+        return True
+    return find_group(_NAME, group).size == 1
 
 
 def _merge(
