@@ -33,6 +33,7 @@ __all__ = [
     "ReduceOpLike",
     "calls_made",
     "find_group",
+    "is_alone",
     "world_rank",
     "world_size",
     "world_store",
@@ -204,6 +205,13 @@ def find_group(call: str, group: GroupLike) -> Group:
     if found.rank < 0:
         raise _not_a_member(call)
     return found
+
+
+def is_alone(call: str, group: GroupLike) -> bool:
+    """Tell whether the group has no other rank; asked for before an operation as short as a kernel."""
+    if group is None and dist.group.WORLD is None:
+        return True
+    return find_group(call, group).size == 1
 
 
 def _process_group_of(call: str, group: object) -> dist.ProcessGroup:

@@ -16,6 +16,7 @@ from allgrad.collectives._inputs import (
     describe,
     has_only_shapes,
     named,
+    run_known,
     take_leaves,
 )
 from allgrad.collectives._pair_cache import hashable, recall
@@ -91,9 +92,9 @@ def all_gather(
     Cost: one collective each way, plus one size exchange unless ``sizes`` is given.
     """
     key = None if sizes is None else ("all_gather", x, group, dim, hashable(sizes), grad)
-    known = None if async_op or key is None else recall(*key)
+    known = None if key is None else recall(*key)
     if known is not None:
-        return apply(known, (x,), stop=grad == "none")[0]
+        return run_known(known, x, grad, async_op)
     return _checked_all_gather(x, dim, sizes, group, grad, async_op, key)
 
 
@@ -169,9 +170,9 @@ def reduce_scatter(
     Cost: one collective each way, plus one exchange of shapes unless ``sizes`` is given.
     """
     key = None if sizes is None else ("reduce_scatter", x, group, dim, op, hashable(sizes), grad)
-    known = None if async_op or key is None else recall(*key)
+    known = None if key is None else recall(*key)
     if known is not None:
-        return apply(known, (x,), stop=grad == "none")[0]
+        return run_known(known, x, grad, async_op)
     call = wire.resolve("reduce_scatter", group, lambda: describe(x, given=f"dim={dim}, op={op}"))
     stop = check_grad(call, grad)
     compared = sizes is None and call.size > 1

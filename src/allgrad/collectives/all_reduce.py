@@ -10,7 +10,14 @@ from allgrad._autograd.transforms import apply
 from allgrad._core.partition import Partition, even, pack, unpack_like
 from allgrad._wire import primitives as wire
 from allgrad._wire.calls import of_flat, of_stacked
-from allgrad.collectives._inputs import check_grad, describe, named, take_leaves, take_reduced
+from allgrad.collectives._inputs import (
+    check_grad,
+    describe,
+    named,
+    run_known,
+    take_leaves,
+    take_reduced,
+)
 from allgrad.collectives._pair_cache import recall
 from allgrad.collectives.all_gather import gather_pair, reduce_pieces, same_pair
 
@@ -78,9 +85,9 @@ def all_reduce(
     Cost: one collective each way; two for a large ``min``, ``max``, ``prod`` or ``logsumexp``.
     """
     key = ("all_reduce", x, group, op, grad)
-    known = None if async_op else recall(*key)
+    known = recall(*key)
     if known is not None:
-        return apply(known, (x,), stop=grad == "none")[0]
+        return run_known(known, x, grad, async_op)
     return _checked_all_reduce(x, op, group, grad, async_op, key)
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
 from allgrad._autograd.async_calls import Handle
-from allgrad._autograd.transforms import apply
 from allgrad._core.partition import Partition
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import (
@@ -16,6 +15,7 @@ from allgrad.collectives._inputs import (
     check_grad,
     describe,
     named,
+    run_known,
     take_leaves,
 )
 from allgrad.collectives._pair_cache import hashable, recall
@@ -116,9 +116,9 @@ def all_to_all(
     equal = isinstance(send_sizes, str) and isinstance(recv_sizes, str)
     sizes = (send_sizes, recv_sizes) if equal else (hashable(send_sizes), hashable(recv_sizes))
     key = None if recv_sizes is None else ("all_to_all", x, group, dim, *sizes, grad)
-    known = None if async_op or return_sizes or key is None else recall(*key)
+    known = None if return_sizes or key is None else recall(*key)
     if known is not None:
-        return apply(known, (x,), stop=grad == "none")[0]
+        return run_known(known, x, grad, async_op)
     return _checked_all_to_all(
         x, dim, send_sizes, recv_sizes, return_sizes, group, grad, async_op, key
     )

@@ -18,6 +18,7 @@ from allgrad.collectives._inputs import (
     check_rank,
     describe,
     named,
+    run_known,
     take_leaves,
     take_reduced,
 )
@@ -81,9 +82,9 @@ def broadcast(
     Cost: one collective each way.
     """
     key = ("broadcast", x, group, src, grad)
-    known = None if async_op else recall(*key)
+    known = recall(*key)
     if known is not None:
-        return apply(known, (x,), stop=grad == "none")[0]
+        return run_known(known, x, grad, async_op)
     call = wire.resolve("broadcast", group, lambda: describe(x, given=f"src={src}, grad={grad}"))
     stop = check_grad(call, grad, same=True)
     root = check_rank("broadcast", call, "src", src)
@@ -141,9 +142,9 @@ def reduce(
     to ``dst``.
     """
     key = ("reduce", x, group, dst, op, grad)
-    known = None if async_op else recall(*key)
+    known = recall(*key)
     if known is not None:
-        return apply(known, (x,), stop=grad == "none")[0]
+        return run_known(known, x, grad, async_op)
     call = wire.resolve("reduce", group, lambda: describe(x, given=f"dst={dst}, op={op}"))
     stop = check_grad(call, grad)
     root = check_rank("reduce", call, "dst", dst)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
-from allgrad._autograd.transforms import apply
 from allgrad._core.partition import Partition, unpack
 from allgrad._core.torch_internals import lengths_differ
 from allgrad._wire import primitives as wire
@@ -19,6 +18,7 @@ from allgrad.collectives._inputs import (
     describe,
     has_only_shapes,
     named,
+    run_known,
     take_leaves,
 )
 from allgrad.collectives._pair_cache import hashable, recall
@@ -90,9 +90,9 @@ def gather(
     key = None
     if sizes is not None:
         key = ("gather", x, group, dst, dim, hashable(sizes), grad)
-        known = None if async_op else recall(*key)
+        known = recall(*key)
         if known is not None:
-            return apply(known, (x,), stop=grad == "none")[0]
+            return run_known(known, x, grad, async_op)
     call = wire.resolve("gather", group, lambda: describe(x, dim, given=f"dst={dst}, dim={dim}"))
     stop = check_grad(call, grad)
     root = check_rank("gather", call, "dst", dst)

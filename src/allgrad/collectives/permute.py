@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
-from allgrad._autograd.transforms import apply
 from allgrad._core.partition import Partition, unpack
 from allgrad._wire import primitives as wire
 from allgrad._wire.consistency import refuse
-from allgrad.collectives._inputs import check_grad, check_rank, describe, named
+from allgrad.collectives._inputs import check_grad, check_rank, describe, named, run_known
 from allgrad.collectives._pair_cache import hashable, recall
 from allgrad.collectives._size_exchange import held_pieces
 from allgrad.errors import GroupError, InputError
@@ -143,9 +142,9 @@ def shift(
     key = None
     if sizes is not None:
         key = ("shift", x, group, type(offset), offset, wrap, dim, hashable(sizes), grad)
-        known = None if async_op else recall(*key)
+        known = recall(*key)
         if known is not None:
-            return apply(known, (x,), stop=grad == "none")[0]
+            return run_known(known, x, grad, async_op)
     call = wire.resolve(
         "shift", group, lambda: describe(x, dim, given=f"offset={offset}, wrap={wrap}, dim={dim}")
     )

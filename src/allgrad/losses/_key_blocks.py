@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
+from allgrad._autograd.async_calls import DoneHandle
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.permute import shift
 from allgrad.losses._tiles.accumulators import (
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.cuda import Stream
 
+    from allgrad._autograd.async_calls import Handle
     from allgrad.types import GroupLike
 
     AddBlock: TypeAlias = Callable[["KeyBlock", list[Tensor]], None]
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 
+OVERLAPS_FROM = 2**18  # bytes; handing fewer to another thread takes longer than they travel
 ONE_PRODUCT_UP_TO = 2**21  # elements; of more, a rank's block at a time, which takes less memory
 
 
@@ -175,35 +178,60 @@ class KeySums:
         self.layout, self.width = layout, width
         self.counts = tuple(size * width + 1 for size in layout.sizes)
         self.message = like.new_empty(sum(self.counts))
-        self.parts = self.message.split(self.counts)
-        self.blocks = [
-            part[:-1].view(size, width) for part, size in zip(self.parts, layout.sizes, strict=True)
-        ]
+        self.rows = self.message.view(layout.world, -1) if layout.is_equal else None
         self.is_empty = True
+        self.own_term: Tensor
+        self.received: Handle[Tensor]
+
+    def block(self, rank: int) -> Tensor:
+        """The sums for one rank's keys."""
+        start = sum(self.counts[:rank])
+        size = self.layout.sizes[rank]
+        return self.message[start : start + size * self.width].view(size, self.width)
+
+    def blocks(self) -> list[Tensor]:
+        return [self.block(rank) for rank in range(self.layout.world)]
 
     def add_product(self, weights: Tensor, own: Tensor) -> None:
         """Add ``weights.T @ own``; weights have a column for each key of all ranks."""
         sizes = self.layout.sizes
         if self.is_empty and sum(sizes) * self.width <= ONE_PRODUCT_UP_TO:
-            for block, product in zip(
-                self.blocks, torch.mm(weights.T, own).split(sizes), strict=True
-            ):
-                block.copy_(product)
+            product = torch.mm(weights.T, own)
+            if self.rows is not None:
+                self.rows[:, :-1] = product.view(len(sizes), -1)
+            else:
+                for block, part in zip(self.blocks(), product.split(sizes), strict=True):
+                    block.copy_(part)
         else:
             if self.is_empty:
                 self.message.zero_()
-            for block, columns in zip(self.blocks, weights.split(sizes, 1), strict=True):
+            for block, columns in zip(self.blocks(), weights.split(sizes, 1), strict=True):
                 add_product(block, columns.T, own)
         self.is_empty = False
 
-    def reduce(self, own_term: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum over ranks: the rows of this rank's keys, and all ranks' terms."""
-        for part in self.parts:
-            part[-1] = own_term
+    def start(self, own_term: Tensor, *, overlaps: bool) -> None:
+        """Send all sums, and a number of this rank; with ``overlaps`` there is work while they travel."""
+        if self.rows is not None:
+            self.rows[:, -1] = own_term
+        else:
+            for part in self.message.split(self.counts):
+                part[-1] = own_term
+        self.own_term, group = own_term, self.layout.group
+        if self.layout.world > 1:
+            if overlaps and self.message.nbytes >= OVERLAPS_FROM:
+                self.received = reduce_scatter(
+                    self.message, sizes=self.counts, group=group, grad="none", async_op=True
+                )
+            else:
+                self.received = DoneHandle(
+                    reduce_scatter(self.message, sizes=self.counts, group=group, grad="none")
+                )
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """The sums over ranks for this rank's keys, and that of all ranks' numbers."""
         if self.layout.world == 1:
-            return self.blocks[0], own_term
-        group = self.layout.group
-        received = reduce_scatter(self.message, sizes=self.counts, group=group, grad="none")
+            return self.block(0), self.own_term
+        received = self.received.wait()
         return received[:-1].view(self.layout.sizes[self.layout.rank], self.width), received[-1]
 
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PanelPass", "has_panels"]
 
+aten = torch.ops.aten
+
 PANEL_SCORES = 2**21
 FEWEST_ROWS = 128  # with fewer, the sums for all keys would be read and written too often
 
@@ -60,15 +62,19 @@ class PanelPass:
         self.pairs = row_dots(q, k).mul_(scale)
         if bias is not None:
             self.pairs.add_(bias)
-        self.by_pair = torch.empty_like(self.pairs)  # the derivatives by the scores of pairs
-        self.loss = scale.new_zeros(())  # the sum of this rank's terms
-        self.by_bias = scale.new_zeros(())
+        if config.kind is LossKind.SIGMOID:
+            self.by_pair = torch.sigmoid(-self.pairs).neg_()
+            self.loss, self.by_bias = softplus(-self.pairs).sum(), self.by_pair.sum()
+        else:
+            self.by_pair = torch.empty_like(self.pairs)  # the derivatives by the scores of pairs
+            self.loss, self.by_bias = scale.new_zeros(2)  # the sum of this rank's terms; unused
 
     def run(self, needed: Sequence[bool]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """The loss, and its gradients by queries, keys, scale and bias."""
         config, layout, columns = self.config, self.config.layout, len(self.joined)
         height = min(len(self.q), max(PANEL_SCORES // columns, FEWEST_ROWS))
-        memory = self.scale.new_empty(2, height, columns)
+        sigmoid = config.kind is LossKind.SIGMOID
+        memory = self.scale.new_empty(3 if sigmoid else 2, height, columns)
         by_query, by_key = None, None
         if config.needs_grad and (needed[0] or needed[2]):
             by_query = torch.empty_like(self.q, dtype=self.dtype)
@@ -76,84 +82,97 @@ class PanelPass:
             by_key = KeySums(layout, self.joined.shape[1], self.scale)
         for rows in panels(len(self.q), max(1, height)):
             own = self.q[rows]
-            scores, spare = memory[:, : len(own)]
+            scores, *spare = memory[:, : len(own)]
             scores_of(own, self.score_keys, self.scale, self.bias, out=scores)
             scores.diagonal(layout.start + rows.start).fill_(-torch.inf)  # pairs count apart
-            if config.kind is LossKind.SIGMOID:
-                weights = self._sigmoid(scores, spare, rows)
+            if sigmoid:
+                weights = self._sigmoid(scores, *spare)
             else:
-                weights = self._softmax(scores, rows)
+                weights = self._softmax(scores, spare[0], rows)
             if config.needs_grad:
                 weights = weights.to(self.gradient_keys.dtype)
+            if by_key is not None:
+                by_key.add_product(weights, own.to(weights.dtype))
+            if rows.stop == len(self.q):
+                self._add_smoothing()
+                if by_key is not None:  # the message travels while the last product is computed
+                    self._start_keys(by_key, overlaps=by_query is not None)
             if by_query is not None and self.narrow:
                 by_query[rows] = torch.mm(weights, self.gradient_keys)
             elif by_query is not None:
                 torch.mm(weights, self.gradient_keys, out=by_query[rows])
-            if by_key is not None:
-                by_key.add_product(weights, own.to(weights.dtype))
-        if by_key is not None and by_key.is_empty:  # no queries
+        if by_key is not None and not len(self.q):
             by_key.message.zero_()
-        self._add_smoothing(by_query, by_key)
+            self._start_keys(by_key, overlaps=False)
         return self._of_all_ranks(by_query, by_key, needed)
 
-    def _sigmoid(self, scores: Tensor, spare: Tensor, rows: slice) -> Tensor:
+    def _sigmoid(self, scores: Tensor, weights: Tensor, spare: Tensor) -> Tensor:
         """Add a panel's terms to the loss; the derivatives by its scores, 0 at pairs."""
-        pairs, weights = self.pairs[rows], torch.sigmoid(scores, out=spare)
-        self.by_pair[rows] = -torch.sigmoid(-pairs)
-        self.by_bias += weights.sum() + self.by_pair[rows].sum()
-        # log(1 + exp(score)) is the score, or 0, and -log(1 - p) with p of the smaller side.
-        self.loss += softplus(-pairs).sum() + scores.clamp_(min=0).sum()
-        smaller = torch.minimum(
-            torch.sub(self.loss.new_ones(()), weights, out=scores), weights, out=scores
-        )
-        self.loss -= smaller.neg_().log1p_().sum()
+        # log(1 + exp(score)) = -logsigmoid(-score), whose exponentials serve its derivative too.
+        aten.log_sigmoid_forward.output(scores.neg_(), output=weights, buffer=spare)
+        self.loss -= weights.sum()
+        one = self.loss.new_ones(()).expand_as(scores)
+        aten.log_sigmoid_backward.grad_input(one, scores, spare, grad_input=weights)
+        self.by_bias += weights.sum()
         return weights
 
-    def _softmax(self, scores: Tensor, rows: slice) -> Tensor:
+    def _softmax(self, scores: Tensor, weights: Tensor, rows: slice) -> Tensor:
         """The same."""
-        pairs, highest = self.pairs[rows], scores.amax(1)
-        highest.masked_fill_(highest == -torch.inf, 0)  # no negatives
-        weights = scores.sub_(highest.unsqueeze(1)).exp_()
-        negatives = weights.sum(1).log_().add_(highest)
-        differences = negatives - pairs
+        highest = scores.amax(1)
+        torch.softmax(scores, 1, out=weights)
+        if len(self.joined) > 1:
+            negatives = highest.sub_(weights.amax(1).log_())
+        else:
+            negatives = highest  # of nothing: -inf
+            weights.zero_()
+        differences = negatives.sub_(self.pairs[rows])
         self.loss += softplus(differences).sum()
-        self.by_pair[rows] = -differences.sigmoid()
-        factors = highest.sub_(torch.logaddexp(negatives, pairs)).exp_()
-        return weights.mul_(factors.unsqueeze(1)) if self.config.needs_grad else weights
+        lost = differences.sigmoid_()
+        self.by_pair[rows] = -lost
+        return weights.mul_(lost.unsqueeze(1)) if self.config.needs_grad else weights
 
-    def _add_smoothing(self, by_query: Tensor | None, by_key: KeySums | None) -> None:
-        """Label smoothing, and what the pairs add to the gradients."""
+    def _add_smoothing(self) -> None:
+        """What label smoothing adds to the loss, and to the derivatives by the scores of pairs."""
         smoothing = self.config.smoothing
-        own = self.q.to(self.dtype)
         if smoothing:
-            query_sum, key_sum = own.sum(0), self.joined.sum(0, dtype=self.dtype)
-            each = smoothing / len(self.joined)
-            self.loss += smoothing * self.pairs.sum() - each * self.scale * query_sum.dot(key_sum)
+            every = self.scale * self._sum(self.q).dot(self._sum(self.joined)) / len(self.joined)
+            self.loss += smoothing * (self.pairs.sum() - every)
             self.by_pair += smoothing
-            if by_query is not None:
-                by_query -= each * key_sum
-            for block in () if by_key is None else by_key.blocks:
-                block.sub_(each * query_sum)
-        by_pair = self.by_pair.unsqueeze(1)
-        if by_query is not None:
-            by_query.addcmul_(by_pair, self.k[: len(own)].to(self.dtype))
-        if by_key is not None:
-            by_key.blocks[self.config.layout.rank][: len(own)].addcmul_(by_pair, own)
+
+    def _start_keys(self, by_key: KeySums, *, overlaps: bool) -> None:
+        """Add to the gradients of keys what pairs and smoothing do, and send them, with the loss."""
+        smoothing, own = self.config.smoothing, self.q.to(self.dtype)
+        for block in by_key.blocks() if smoothing else ():
+            block.sub_(smoothing / len(self.joined) * self._sum(self.q))
+        mine = by_key.block(self.config.layout.rank)
+        mine[: len(own)].addcmul_(self.by_pair.unsqueeze(1), own)
+        by_key.message.mul_(self.config.mean_factor * self.scale)
+        by_key.start(self.loss, overlaps=overlaps)
+
+    def _finish_queries(self, by_query: Tensor) -> None:
+        smoothing = self.config.smoothing
+        if smoothing:
+            by_query -= smoothing / len(self.joined) * self._sum(self.joined)
+        pairs = self.k[: len(self.q)].to(self.dtype)
+        by_query.addcmul_(self.by_pair.unsqueeze(1), pairs)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return x.sum(0, dtype=self.dtype)
 
     def _of_all_ranks(
         self, by_query: Tensor | None, by_key: KeySums | None, needed: Sequence[bool]
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         layout, factor, loss = self.config.layout, self.config.mean_factor, self.loss
-        gain = factor * self.scale
         by_scale = None
-        if by_query is not None and needed[2]:
-            by_scale = torch.dot(by_query.flatten(), self.q.to(self.dtype).flatten()) * factor
+        if by_query is not None:
+            self._finish_queries(by_query)
+            if needed[2]:
+                by_scale = torch.dot(by_query.flatten(), self.q.to(self.dtype).flatten()) * factor
+            by_query = by_query.mul_(factor * self.scale) if needed[0] else None
         own = None
         if by_key is not None:
-            by_key.message.mul_(gain)
-            own, loss = by_key.reduce(loss)
+            own, loss = by_key.wait()
         elif layout.world > 1:
             loss = all_reduce(loss, group=layout.group, grad="none")
-        by_query = by_query.mul_(gain) if by_query is not None and needed[0] else None
         by_bias = self.by_bias * factor if self.bias is not None and needed[3] else None
         return loss * factor, (by_query, own if needed[1] else None, by_scale, by_bias)

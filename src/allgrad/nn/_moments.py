@@ -123,7 +123,11 @@ def _scaled(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
 
 
 def by_given_moments(
-    x: Tensor, moments: tuple[Tensor, Tensor], weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor,
+    moments: tuple[Tensor, Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
 ) -> Tensor:
     """Torch's batch norm in eval mode, which takes no eps of 0."""
     return torch.batch_norm(x, weight, bias, *moments, False, 0.0, eps, False)

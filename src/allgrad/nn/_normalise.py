@@ -102,7 +102,7 @@ def _gradients_by_formula(
 ) -> tuple[Tensor | None, ...]:
     graph, centre = torch.is_grad_enabled(), saved[4]
     with torch.enable_grad():
-        inputs = [None if x is None else _followed(x) for x in saved[:4]]
+        inputs: list[Any] = [None if x is None else _followed(x) for x in saved[:4]]
         found = RankMoments(inputs[0], centre, inputs[1])
         y = _by_formula(found, found.join(), inputs[2], inputs[3], eps)
         wanted = [x for x in inputs if x is not None]

@@ -6,10 +6,9 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from allgrad._autograd.transforms import is_plain_autograd
-from allgrad._wire.groups import find_group
+from allgrad._wire.groups import is_alone
 from allgrad.collectives.permute import shift
 from allgrad.nn._attention import (
     attend_all,
@@ -62,7 +61,7 @@ def ring_attention(
     Cost: for W ranks, W - 1 messages of a block of keys and values each way, plus one size
     exchange unless ``sizes`` is given. In a world of one: torch's attention.
     """
-    if sizes is None and is_plain_autograd() and _is_alone(group):
+    if sizes is None and is_plain_autograd() and is_alone(_NAME, group):
         shape = q.shape
         if shape == k.shape == v.shape and len(shape) > 2 and 0 not in shape:
             return attend_alone(q, k, v, causal, scale)
@@ -93,12 +92,6 @@ def ring_attention(
     # A rank that does not see the last block takes part in its backward all the same.
     out = out + nothing_of(q, k, v)
     return out if grouped == 1 else _rows_to_heads(out, (grouped, length))
-
-
-def _is_alone(group: GroupLike) -> bool:
-    if group is None and dist.group.WORLD is None:
-        return True
-    return find_group(_NAME, group).size == 1
 
 
 def _merge(
