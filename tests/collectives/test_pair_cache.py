@@ -23,6 +23,11 @@ CALLS = {
     "reduce_scatter": lambda x, g: ag.reduce_scatter(x, 0, "mean", sizes=(1, 3), group=g),
     "broadcast": lambda x, g: ag.broadcast(x, 1, group=g),
     "all_to_all": lambda x, g: ag.all_to_all(x, send_sizes="equal", group=g),
+    "all_reduce, async": lambda x, g: ag.all_reduce(x, group=g, async_op=True).wait(),
+    "reduce_scatter, async": lambda x, g: ag.reduce_scatter(
+        x, sizes=(1, 3), group=g, grad="none", async_op=True
+    ).wait(),
+    "shift, async": lambda x, g: ag.shift(x, sizes=(4, 4), group=g, async_op=True).wait(),
 }
 
 

@@ -4,16 +4,17 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from allgrad.losses import _panel_pass, info_nce_loss, reference, siglip_loss
+from allgrad.losses import _key_blocks, _panel_pass, info_nce_loss, reference, siglip_loss
 from allgrad.losses._tiles import cpu_bfloat16
 from losses.pairs import LOSSES
 from losses.test_engine import check
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("rows", "overlaps_from"), [(1, 2**18), (2, 0)])
 @pytest.mark.ranks(1, 3)
-def test_panels_that_fit_nothing_evenly(rank, world, rows):
+def test_panels_that_fit_nothing_evenly(rank, world, rows, overlaps_from):
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_key_blocks, "OVERLAPS_FROM", overlaps_from)
         patch.setattr(_panel_pass, "PANEL_SCORES", 0)
         patch.setattr(_panel_pass, "FEWEST_ROWS", rows)
         for name in LOSSES:
