@@ -75,7 +75,7 @@ class FusedPass:
         The matrix has the dot products, or for SIGMOID the derivatives by the scores.
         """
         config, layout, fused = self.config, self.config.layout, self.fused
-        dots, mean_factor = fused.dot_products(self.q, self.k.T), config.mean_factor
+        dots, mean_factor = fused.score_products(self.q, self.k), config.mean_factor
         if config.kind is LossKind.SIGMOID:
             by_score, numbers = fused.sigmoid_terms(
                 dots,

@@ -18,6 +18,7 @@ import torch
 
 from allgrad.losses._kind import LossKind
 from allgrad.losses._tiles import fused_kernels as kernels
+from allgrad.losses._tiles.float32_dots import dots_of_parts, in_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "dot_products",
     "products",
+    "score_products",
     "sigmoid_terms",
     "softmax_terms",
     "softmax_weights",
@@ -85,6 +87,11 @@ def _launch(
 def store_scale(dtype: torch.dtype) -> int:
     # Weights are at most 2. Stored times 2^14, small ones keep their digits in float16.
     return 2**14 if dtype == torch.float16 else 1
+
+
+def score_products(q: Tensor, k: Tensor) -> Tensor:
+    """``q @ k.T`` in float32, for scores."""
+    return dots_of_parts(q, k) if in_parts(q, k) else dot_products(q, k.T)
 
 
 def dot_products(q: Tensor, k: Tensor, out: Tensor | None = None) -> Tensor:

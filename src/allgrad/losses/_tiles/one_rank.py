@@ -18,7 +18,14 @@ import torch
 
 from allgrad.losses._kind import LossKind
 from allgrad.losses._tiles import fused_kernels as kernels
-from allgrad.losses._tiles.fused import LSE_TILE, TERMS, TILE, dot_products, store_scale
+from allgrad.losses._tiles.fused import (
+    LSE_TILE,
+    TERMS,
+    TILE,
+    dot_products,
+    score_products,
+    store_scale,
+)
 from allgrad.losses._tiles.launches import Launch
 
 if TYPE_CHECKING:
@@ -149,7 +156,7 @@ def loss_and_products(
     With ``address``, the loss is stored where that points to, and the first result is ``address``.
     """
     q, k = aligned(q), aligned(k)
-    dots = dot_products(q, k.T)
+    dots = score_products(q, k)
     # In float32 each program overwrites its own tile.
     by_score = dots if q.dtype == _F32 else torch.empty_like(dots, dtype=q.dtype)
     loss = dots.new_empty(()) if address is None else address
