@@ -65,6 +65,28 @@ def test_what_cannot_be_ordered_raises_on_every_rank():
 
 
 @pytest.mark.ranks(2)
+def test_each_thread_with_a_group_of_its_own(rank, world):
+    """The calls of two groups wait for each other too, where ranks run them in two orders."""
+    first, second = (dist.new_group([0, 1]) for _ in range(2))
+    before, call_order.STATE = call_order.STATE, call_order._State()
+    try:
+        threads = Threads()
+        threads.run("second", make_nodes, 3000)
+        make_nodes(6000 if rank else 0)
+        x = leaf(random((LENGTH,), rank))
+        with ag.deadline(10):
+            one = ag.all_reduce(x.sin(), group=first)
+            other = threads.run("second", lambda: ag.all_reduce(x.cos(), group=second))
+            (got,) = torch.autograd.grad(one.square().sum() + other.square().sum(), x)
+    finally:
+        call_order.STATE = before
+    xs = [leaf(random((LENGTH,), r)) for r in range(world)]
+    parts = sum(y.sin() for y in xs), sum(y.cos() for y in xs)
+    wanted = torch.autograd.grad(world * sum(y.square().sum() for y in parts), xs)
+    same(got, wanted[rank], "the gradient")
+
+
+@pytest.mark.ranks(2)
 def test_gated_results_are_plain_tensors(rank, world):
     """With gates: changing results in place, nests, async calls, graphs that are kept."""
     threads = Threads()

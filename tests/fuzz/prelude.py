@@ -2,7 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -35,12 +34,15 @@ def thread(function, x):
     return second_thread().submit(function, x).result()
 
 
-@cache
+THREADS = []  # not a cache: a printed program is pickled
+
+
 def second_thread():
     """A thread with a history: on a new one calls cannot always be ordered, and raise."""
-    made = ThreadPoolExecutor(1)
-    made.submit(history, 3000).result()
-    return made
+    if not THREADS:
+        THREADS.append(ThreadPoolExecutor(1))
+        THREADS[0].submit(history, 3000).result()
+    return THREADS[0]
 
 
 def no_grad(function, x):

@@ -66,7 +66,9 @@ def check(programs: Sequence[Program], limit: float = LIMIT) -> Iterator[Find]:
     world = programs[0].world
     run_ranks(warm_up, world, timeout=180)
     compiled = sum("torch.compile" in source.body for source in sources)
-    seconds = limit + len(programs) + COMPILING * compiled
+    # Longer than a deadline: the error it ends in says more than a program that is stuck.
+    longest = max(program.deadline for program in programs)
+    seconds = limit + len(programs) + COMPILING * compiled + longest
     try:
         by_rank = run_ranks(perform, world, sources, timeout=seconds)
     except (RankFailed, RanksStuck) as failure:

@@ -67,6 +67,7 @@ class _State:
 
     def __init__(self) -> None:
         self.gated = False
+        self.thread: int | None = None  # that made the first of all calls
         self.nodes: list[ref[Any]] = []  # of calls with a number, in their order
         self.look_at = 256  # so many, before the dead ones are dropped
         self.since = -1  # the backward pass in which gates began
@@ -116,7 +117,11 @@ def register(ctx: Any, call: Call, x: Tensor) -> None:
         return  # one thread: autograd's own number is its place
     device, here = x.device, get_ident()
     order = group.orders.get(device) or _order_of(group, x)
-    if not STATE.gated and (order.thread != here or (device in group.orders and not x.is_cpu)):
+    if STATE.thread is None:
+        STATE.thread = here
+    # A thread with a group of its own counts too: the calls of two groups may wait for each other.
+    several = order.thread != here or STATE.thread != here
+    if not STATE.gated and (several or (device in group.orders and not x.is_cpu)):
         _start_gates(ctx)
     if order.thread != here:
         order.thread = here
