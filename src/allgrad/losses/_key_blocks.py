@@ -14,7 +14,6 @@ from allgrad.collectives.permute import shift
 from allgrad.losses._tiles.accumulators import (
     accumulator_dtype,
     accumulator_zeros,
-    add_product,
     scale_and_cast,
 )
 
@@ -192,21 +191,27 @@ class KeySums:
     def blocks(self) -> list[Tensor]:
         return [self.block(rank) for rank in range(self.layout.world)]
 
-    def add_product(self, weights: Tensor, own: Tensor) -> None:
-        """Add ``weights.T @ own``; weights have a column for each key of all ranks."""
+    def add_product(self, weights: Tensor, own: Tensor, gain: Tensor) -> None:
+        """Add ``gain * weights.T @ own``; weights have a column for each key of all ranks."""
         sizes = self.layout.sizes
         if self.is_empty and sum(sizes) * self.width <= ONE_PRODUCT_UP_TO:
-            product = torch.mm(weights.T, own)
+            # Multiplied by a number, one of a narrower dtype would be rounded once more.
+            product = torch.mm(weights.T, own).to(self.message.dtype)
             if self.rows is not None:
-                self.rows[:, :-1] = product.view(len(sizes), -1)
+                torch.mul(product.view(len(sizes), -1), gain, out=self.rows[:, :-1])
             else:
                 for block, part in zip(self.blocks(), product.split(sizes), strict=True):
-                    block.copy_(part)
+                    torch.mul(part, gain, out=block)
         else:
             if self.is_empty:
                 self.message.zero_()
+            narrow = own.dtype != self.message.dtype
+            scaled = own if narrow else own * gain
             for block, columns in zip(self.blocks(), weights.split(sizes, 1), strict=True):
-                add_product(block, columns.T, own)
+                if narrow:
+                    block.addcmul_(torch.mm(columns.T, own), gain)
+                else:
+                    block.addmm_(columns.T, scaled)
         self.is_empty = False
 
     def start(self, own_term: Tensor, *, overlaps: bool) -> None:

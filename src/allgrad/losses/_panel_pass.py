@@ -24,7 +24,7 @@ from allgrad.losses._tiles.cpu_bfloat16 import multiplies_bfloat16, multiplies_t
 from allgrad.losses._tiles.torch import row_dots, scores_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -59,21 +59,20 @@ class PanelPass:
         self.joined, self.narrow = joined, multiplies_bfloat16(q)
         wide = joined if multiplies_twice(q) else joined.to(self.dtype)
         self.score_keys, self.gradient_keys = wide, joined if self.narrow else wide
-        self.pairs = row_dots(q, k).mul_(scale)
-        if bias is not None:
+        # The scores of pairs: those of a product in the accumulators' dtype, or of more digits.
+        self.exact = not multiplies_twice(q)
+        self.pairs = scale.new_empty(len(q)) if self.exact else row_dots(q, k).mul_(scale)
+        if not self.exact and bias is not None:
             self.pairs.add_(bias)
-        if config.kind is LossKind.SIGMOID:
-            self.by_pair = torch.sigmoid(-self.pairs).neg_()
-            self.loss, self.by_bias = softplus(-self.pairs).sum(), self.by_pair.sum()
-        else:
-            self.by_pair = torch.empty_like(self.pairs)  # the derivatives by the scores of pairs
-            self.loss, self.by_bias = scale.new_zeros(2)  # the sum of this rank's terms; unused
+        self.by_pair = torch.empty_like(self.pairs)  # the derivatives by these
+        self.loss, self.by_bias = scale.new_zeros(2)  # the sums of this rank's terms
 
     def run(self, needed: Sequence[bool]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """The loss, and its gradients by queries, keys, scale and bias."""
         config, layout, columns = self.config, self.config.layout, len(self.joined)
         height = min(len(self.q), max(PANEL_SCORES // columns, FEWEST_ROWS))
-        sigmoid = config.kind is LossKind.SIGMOID
+        sigmoid, gain = config.kind is LossKind.SIGMOID, config.mean_factor * self.scale
+        terms: Callable[..., Tensor] = self._sigmoid if sigmoid else self._softmax
         memory = self.scale.new_empty(3 if sigmoid else 2, height, columns)
         by_query, by_key = None, None
         if config.needs_grad and (needed[0] or needed[2]):
@@ -84,15 +83,12 @@ class PanelPass:
             own = self.q[rows]
             scores, *spare = memory[:, : len(own)]
             scores_of(own, self.score_keys, self.scale, self.bias, out=scores)
-            scores.diagonal(layout.start + rows.start).fill_(-torch.inf)  # pairs count apart
-            if sigmoid:
-                weights = self._sigmoid(scores, *spare)
-            else:
-                weights = self._softmax(scores, spare[0], rows)
+            self._take_pairs(scores.diagonal(layout.start + rows.start), rows)
+            weights = terms(scores, *spare, rows)
             if config.needs_grad:
                 weights = weights.to(self.gradient_keys.dtype)
             if by_key is not None:
-                by_key.add_product(weights, own.to(weights.dtype))
+                by_key.add_product(weights, own.to(weights.dtype), gain)
             if rows.stop == len(self.q):
                 self._add_smoothing()
                 if by_key is not None:  # the message travels while the last product is computed
@@ -106,14 +102,22 @@ class PanelPass:
             self._start_keys(by_key, overlaps=False)
         return self._of_all_ranks(by_query, by_key, needed)
 
-    def _sigmoid(self, scores: Tensor, weights: Tensor, spare: Tensor) -> Tensor:
+    def _take_pairs(self, pairs: Tensor, rows: slice) -> None:
+        if self.exact:
+            self.pairs[rows] = pairs
+        pairs.fill_(-torch.inf)  # they count apart
+
+    def _sigmoid(self, scores: Tensor, weights: Tensor, spare: Tensor, rows: slice) -> Tensor:
         """Add a panel's terms to the loss; the derivatives by its scores, 0 at pairs."""
         # log(1 + exp(score)) = -logsigmoid(-score), whose exponentials serve its derivative too.
         aten.log_sigmoid_forward.output(scores.neg_(), output=weights, buffer=spare)
         self.loss -= weights.sum()
         one = self.loss.new_ones(()).expand_as(scores)
         aten.log_sigmoid_backward.grad_input(one, scores, spare, grad_input=weights)
-        self.by_bias += weights.sum()
+        away = -self.pairs[rows]
+        self.loss += softplus(away).sum()
+        by_pair = self.by_pair[rows] = away.sigmoid_().neg_()
+        self.by_bias += weights.sum() + by_pair.sum()
         return weights
 
     def _softmax(self, scores: Tensor, weights: Tensor, rows: slice) -> Tensor:
@@ -142,11 +146,11 @@ class PanelPass:
     def _start_keys(self, by_key: KeySums, *, overlaps: bool) -> None:
         """Add to the gradients of keys what pairs and smoothing do, and send them, with the loss."""
         smoothing, own = self.config.smoothing, self.q.to(self.dtype)
+        gain = self.config.mean_factor * self.scale
         for block in by_key.blocks() if smoothing else ():
-            block.sub_(smoothing / len(self.joined) * self._sum(self.q))
+            block.sub_(smoothing / len(self.joined) * gain * self._sum(self.q))
         mine = by_key.block(self.config.layout.rank)
-        mine[: len(own)].addcmul_(self.by_pair.unsqueeze(1), own)
-        by_key.message.mul_(self.config.mean_factor * self.scale)
+        mine[: len(own)].addcmul_((gain * self.by_pair).unsqueeze(1), own)
         by_key.start(self.loss, overlaps=overlaps)
 
     def _finish_queries(self, by_query: Tensor) -> None:
