@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import allgrad as ag
 from allgrad._core.torch_internals import FINDS_LENGTHS_IN_TRANSFORMS
 from allgrad.errors import CollectiveMismatch, RankLate
+from allgrad.nn import SyncBatchNorm
 from allgrad.testing import run_ranks
 from counting import Counted
 from exactness import leaf, random, same
@@ -265,6 +266,24 @@ def test_checked_with_one_rank_compiled(rank):
     run(x).backward()
     ag.all_reduce(x.sum()).backward()
     same(first, x.grad, "the gradient")
+
+
+@pytest.mark.ranks(2)
+def test_checked_layer_called_from_several_lines_with_one_rank_compiled(rank):
+    """The graph has none of the user's lines: it has that of its first call no longer in the second."""
+    layer = SyncBatchNorm(3)
+    run = compiled(layer) if rank else layer
+    x = leaf(random((2, 3), rank).float())
+    with ag.checked():
+        first = run(x)
+        second = run(x)
+        (first + second).sum().backward()
+    lines = [
+        lambda: run(x),
+        lambda: run(x),
+    ]
+    with ag.checked(), pytest.raises(CollectiveMismatch, match="<- another line"):
+        lines[rank]()
 
 
 @pytest.mark.ranks(2)

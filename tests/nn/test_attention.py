@@ -158,6 +158,36 @@ def test_half_precision(rank, world, kind):
 
 
 @both
+@pytest.mark.parametrize("backward_inside", [False, True])
+@pytest.mark.ranks(2)
+def test_under_autocast(rank, world, kind, backward_inside):
+    """As torch's own: results in bfloat16, gradients in the inputs' dtype."""
+    everyone = [
+        [leaf(random((2, 8, 16), s + r).float()) for s in (0, 10, 20)] for r in range(world)
+    ]
+    q, k, v = (torch.cat(parts, 1) for parts in zip(*everyone, strict=True))
+    whole = scaled_dot_product_attention(q, k, v, is_causal=True)
+    want = derivatives(whole.sin().sum(), everyone[rank])
+    own = [leaf(x.detach()) for x in everyone[rank]]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = KINDS[kind](*own, causal=True)
+        assert y.dtype == torch.bfloat16
+        total = y.float().sin().sum()
+        got = derivatives(total, own) if backward_inside else None
+    got = got or derivatives(total, own)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.1, atol=0.1)
+
+
+@both
+def test_alone_what_is_no_tensor_is_told(kind):
+    q = torch.zeros(2, 3, 4)
+    for given in ((None, q, q), (q, None, q), (q, q, None)):
+        with pytest.raises(InputError, match="not a tensor"):
+            KINDS[kind](*given)
+
+
+@both
 @pytest.mark.ranks(3)
 def test_heads_that_do_not_fit(rank, world, kind):
     q, k = torch.zeros(4, 2, 3), torch.zeros(4, 2, 3)
@@ -170,6 +200,8 @@ def test_heads_that_do_not_fit(rank, world, kind):
         ((q[..., :2], k, k), "q and k differ in width"),
         ((q[:, :1], k, k), "causal, but q and k differ in length"),
         ((q[0], k, k), "not of one number of dimensions"),
+        ((q, k, k.double()), "not of one floating-point dtype"),
+        ((q.int(), k.int(), k.int()), "not of one floating-point dtype"),
     ):
         given = wrong if rank == 1 else (q, k, k)
         raises_everywhere(
@@ -179,8 +211,15 @@ def test_heads_that_do_not_fit(rank, world, kind):
             "rank 1",
             says,
         )
-    odd = (q[:2], k[:2], k[:2]) if rank == 2 else (q, k, k)
-    raises_everywhere(InputError, lambda: KINDS[kind](*odd), name, "<- differs")
+    for other in (
+        (q[:2], k[:2], k[:2]),
+        (q, k, k[..., :2]),
+        (q.double(), k.double(), k.double()),
+    ):
+        odd = other if rank == 2 else (q, k, k)
+        raises_everywhere(InputError, lambda odd=odd: KINDS[kind](*odd), name, "<- differs")
+    odd = [x.expand(2 if rank == 2 else 1, 4, 2, 3) for x in (q, k, k)]
+    raises_everywhere(InputError, lambda: KINDS[kind](*odd), name, "batch of 2", "<- differs")
     raises_everywhere(SizesError, lambda: KINDS[kind](q, k, k, sizes=[1, 1, 1]), "2 keys")
 
 

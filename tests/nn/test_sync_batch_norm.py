@@ -107,6 +107,30 @@ def test_parameters_of_another_dtype(rank, world):
         torch.testing.assert_close(ag.all_reduce(got.grad), want.grad.float())
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.ranks(2)
+def test_under_autocast_as_without(rank, world, compiled):
+    x = [3 * p.float() + 50 for p in pieces_of(world, "ragged", SHAPES[2], 0)]
+    ours, plain = SyncBatchNorm(3), nn.BatchNorm2d(3)
+    everyone, own = [leaf(p) for p in x], leaf(x[rank])
+    wanted = plain(torch.cat(everyone))
+    run = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = run(own)
+    parts = wanted.split(LENGTHS["ragged"][:world])
+    torch.testing.assert_close(y, parts[rank], rtol=0, atol=2e-4)
+    torch.testing.assert_close(ours.running_mean, plain.running_mean)
+    (got,) = derivatives(loss(y, rank), [own])
+    want = derivatives(sum(map(loss, parts, range(world))), everyone)[rank]
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-4)
+
+
+def test_a_constant_channel_is_its_own_mean():
+    """Whatever the mean of large numbers is rounded to."""
+    x = torch.full((1000, 1), 1e6 + 0.3)
+    assert SyncBatchNorm(1)(x).abs().max() == 0
+
+
 @pytest.mark.ranks(3)
 def test_running_statistics_follow_several_batches(rank, world):
     for momentum in (0.3, None):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from allgrad._core.call_queue import in_backward
 from allgrad._core.torch_internals import constant_in_graphs, process_group_named, traced_frames
 from allgrad._wire.groups import Group, GroupLike, find_group
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "OUTSIDE",
     "UNKNOWN_SHAPES",
     "Call",
     "are_described",
@@ -130,6 +132,8 @@ def of_graph(  # noqa: PLR0917
     The first node of a call counts it, as ``resolve`` does. In backward the number is not known: 0.
     """
     found = find_group(name, process_group_named(group)) if group else find_group(name, None)
+    if site == OUTSIDE and not in_backward():
+        site = call_site()
     if not _describing:
         return Call(found, found.rank, found.size, name, "", site, nest=nest)
     for free_dim in _SHAPES_OF_GRAPH.findall(details):
@@ -206,7 +210,7 @@ _MOST_SITES = 4096
 @contextlib.contextmanager
 def at_site(site: str) -> Generator[None]:
     """Let calls be made from this line: that of a node of a graph, which runs them."""
-    _sites_of_graphs.site = site
+    _sites_of_graphs.site = None if site == OUTSIDE and not in_backward() else site
     try:
         yield
     finally:
@@ -253,13 +257,19 @@ def _site(file: str, line: int) -> str:
     return f"{file}:{line}"
 
 
+# The line of a call in a graph that none of the user's lines are part of, a compiled layer of ours: it is
+# found when the graph runs; in backward it is not known.
+OUTSIDE = "a line that calls the graph"
+
+
 @constant_in_graphs
 def traced_site() -> str:
-    """The same for a line that a compiler traces."""
-    for frame in reversed(traced_frames()):
+    """The same for a line that a compiler traces. What calls the graph is another line each time."""
+    frames = traced_frames()
+    for frame in reversed(frames):
         if _is_users(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
-    return call_site()
+    return OUTSIDE if frames else call_site()
 
 
 @lru_cache(maxsize=4096)

@@ -29,7 +29,7 @@ import torch
 from allgrad._core import call_queue
 from allgrad._wire import diagnosis, eager, observers
 from allgrad._wire import primitives as wire
-from allgrad._wire.calls import UNKNOWN_SHAPES, call_site, describe_calls
+from allgrad._wire.calls import OUTSIDE, UNKNOWN_SHAPES, call_site, describe_calls
 from allgrad._wire.codec import DTYPES, HEADER_WORDS, Reader, Writer
 from allgrad._wire.groups import AGREEMENT, Backend
 from allgrad.errors import CollectiveMismatch, ModeError, rank_table
@@ -222,9 +222,11 @@ def _backward_of(serial: int) -> str:
 
 
 def _comparable(specs: Sequence[CallSpec]) -> list[CallSpec]:
-    """The specs, without the numbers of calls in backward and the shapes where some rank does not
-    know them, being compiled; the number of elements is compared all the same.
+    """The specs, without the numbers of calls in backward, the shapes and the lines where some rank does
+    not know them, being compiled; the number of elements is compared all the same.
     """
+    if any(spec.site.startswith(OUTSIDE) for spec in specs):
+        specs = [replace(spec, site="") for spec in specs]
     texts = [spec.call for spec in specs]
     if not any(
         text.endswith(f"{UNKNOWN_SHAPES})")

@@ -5,7 +5,9 @@ Both are differentiable to any order, and keep no matrix of scores for backward.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,10 +22,18 @@ from allgrad.nn._ranks import find_place, gather_numbers, refuse, require_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from allgrad.types import GroupLike
 
-__all__ = ["attend_all", "attend_alone", "attend_block", "check_heads", "nothing_of"]
+__all__ = [
+    "attend_all",
+    "attend_alone",
+    "attend_block",
+    "cast_by_autocast",
+    "check_heads",
+    "nothing_of",
+]
 
 
 _Options: TypeAlias = tuple[Tensor | None, bool, float | None]  # mask, causal, scale
@@ -203,12 +213,29 @@ def attend_block(
 
     ``mask`` is True where a query sees a key. At least one key is seen by each query.
     """
-    if is_plain_autograd():
-        out, lse = _Block.apply(q, k, v, scale, mask)  # type: ignore[no-untyped-call]
-        return out, lse
-    scores = _scores(q, k, scale, mask)
-    lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp() @ v.to(scores.dtype), lse
+    with outside_autocast(q):
+        if is_plain_autograd():
+            out, lse = _Block.apply(q, k, v, scale, mask)  # type: ignore[no-untyped-call]
+            return out, lse
+        scores = _scores(q, k, scale, mask)
+        lse = scores.logsumexp(-1)
+        return (scores - lse.unsqueeze(-1)).exp() @ v.to(scores.dtype), lse
+
+
+def cast_by_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What autocast makes of the inputs of torch's attention."""
+    device = q.device.type
+    if not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def outside_autocast(x: Tensor) -> AbstractContextManager[object]:
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 class _Block(torch.autograd.Function):
@@ -229,19 +256,23 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        weights = (_scores(q, k, ctx.scale, ctx.mask) - lse.unsqueeze(-1)).exp()
-        d_v = weights.mT @ d_out
-        along = d_lse - (d_out * out).sum(-1)
-        d_scores = weights * (d_out @ v.to(out.dtype).mT + along.unsqueeze(-1)) * ctx.scale
-        d_q = (d_scores @ k.to(out.dtype)).to(q.dtype)
-        d_k = (d_scores.mT @ q.to(out.dtype)).to(k.dtype)
-        return d_q, d_k, d_v.to(v.dtype), None, None
+        with outside_autocast(q):
+            weights = (_scores(q, k, ctx.scale, ctx.mask) - lse.unsqueeze(-1)).exp()
+            d_v = weights.mT @ d_out
+            along = d_lse - (d_out * out).sum(-1)
+            d_scores = weights * (d_out @ v.to(out.dtype).mT + along.unsqueeze(-1)) * ctx.scale
+            d_q = (d_scores @ k.to(out.dtype)).to(q.dtype)
+            d_k = (d_scores.mT @ q.to(out.dtype)).to(k.dtype)
+            return d_q, d_k, d_v.to(v.dtype), None, None
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, mask: Tensor | None) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q @ k.mT).to(wide) * scale
     return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+
+
+_DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 class _Shape(NamedTuple):
@@ -255,18 +286,24 @@ class _Shape(NamedTuple):
     k_width: int
     v_heads: int
     v_length: int
+    v_width: int
     dims: int
+    batch: int
+    dtype: int
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> _Shape:
         sides = [(1, 1, 1, *x.shape)[-3:] for x in (q, k, v)]
-        same = q.dim() == k.dim() == v.dim() and q.dim() >= 2
-        return cls._make([*sides[0], *sides[1], *sides[2][:2], q.dim() if same else 0])
+        dims = q.dim() if q.dim() == k.dim() == v.dim() and q.dim() >= 2 else 0
+        dtype = _DTYPES.index(q.dtype) if q.dtype == k.dtype == v.dtype in _DTYPES else -1
+        return cls._make([*sides[0], *sides[1], *sides[2], dims, prod(list(k.shape[:-3])), dtype])
 
     def __str__(self) -> str:
         return (
             f"q {self.q_heads} x {self.q_length} x {self.q_width}, "
-            f"k {self.k_heads} x {self.k_length} x {self.k_width}, v {self.v_heads} x {self.v_length}"
+            f"k {self.k_heads} x {self.k_length} x {self.k_width}, "
+            f"v {self.v_heads} x {self.v_length} x {self.v_width}, batch of {self.batch}, "
+            f"{'several dtypes' if self.dtype < 0 else str(_DTYPES[self.dtype]).removeprefix('torch.')}"
         )
 
     def problem(self, causal: bool) -> str | None:
@@ -280,6 +317,8 @@ class _Shape(NamedTuple):
             return "q and k differ in width"
         if causal and self.q_length != self.k_length:
             return "causal, but q and k differ in length"
+        if self.dtype < 0:
+            return "not of one floating-point dtype"
         return None
 
 
@@ -305,7 +344,7 @@ def check_heads(
     place = find_place(call, group)
     alone = place.world == 1 and sizes is None
     try:
-        shapes = q.shape, k.shape, v.shape, causal
+        shapes = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, causal
     except AttributeError:
         require_tensors(call, group, q=q, k=k, v=v)
         raise
@@ -342,7 +381,7 @@ def check_heads(
         if sizes is None:  # every rank has seen it
             raise wrong
         refuse(call, group, wrong)
-    kinds = [(one.q_heads, one.q_width, one.k_heads, one.dims) for one in by_rank]
+    kinds = [(one.q_heads, one.q_width, one.k_heads, one.v_width, *one[-3:]) for one in by_rank]
     usual = max(kinds, key=kinds.count)
     odd = {rank: "differs" for rank, kind in enumerate(kinds) if kind != usual}
     if odd:
@@ -351,7 +390,7 @@ def check_heads(
                 f"{call}: pieces may differ in length only.",
                 rows,
                 odd,
-                "Give every rank the same heads and widths.",
+                "Give every rank the same heads, widths, batch and dtype.",
             )
         )
     return tuple(one.k_length for one in by_rank) if sizes is None else tuple(sizes)

@@ -40,10 +40,11 @@ class RankMoments(NamedTuple):
         """The moments of all by the formula of Chan, Golub and LeVeque: no large numbers cancel."""
         features = self.centre.numel()
         means, squares, counts = self.rows.split([features, features, 1], 1)
-        counts = counts.detach().squeeze(1)
+        counts = counts.detach()
         number = counts.sum()
-        mean = counts @ means / number.clamp(min=1)
-        return Moments(mean, squares.sum(0) + counts @ (means - mean).square(), number)
+        # Not as matrix products: autocast would round them.
+        mean = (means * counts).sum(0) / number.clamp(min=1)
+        return Moments(mean, (squares + (means - mean).square() * counts).sum(0), number)
 
 
 def gather_moments(x: Tensor, group: GroupLike) -> RankMoments:
@@ -62,7 +63,7 @@ def gather_moments(x: Tensor, group: GroupLike) -> RankMoments:
     if is_plain_autograd():
         row: Tensor = _Row.apply(centred, centre)  # type: ignore[no-untyped-call]
     else:
-        row = _row(centred, centre, centred.sum(dims))
+        row, _ = _row(centred, centre)
     return RankMoments(centred, centre, all_gather(row[None], sizes="equal", group=group))
 
 
@@ -85,13 +86,13 @@ def _count(x: Tensor) -> int:
     return x.numel() // x.shape[1] if x.shape[1] else 0
 
 
-def _row(centred: Tensor, centre: Tensor, total: Tensor | None) -> Tensor:
-    """What this rank tells. ``total``, the sum of the centred values, is nothing but rounding."""
-    n, squares = _count(centred), centred.square().sum(_reduced(centred))
-    if total is not None:
-        beside = total / max(n, 1)
-        centre, squares = centre + beside, squares - total * beside
-    return torch.cat([centre, squares, centre.new_full((1,), n)])
+def _row(centred: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+    """What this rank tells, and the mean of the centred values: what the centre was rounded by."""
+    n, dims = _count(centred), _reduced(centred)
+    total = centred.sum(dims)
+    beside = total / max(n, 1)
+    squares = centred.square().sum(dims) - total * beside
+    return torch.cat([centre + beside, squares, centre.new_full((1,), n)]), beside
 
 
 @never_traced
@@ -100,17 +101,18 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, centred: Tensor, centre: Tensor) -> Tensor:
-        ctx.save_for_backward(centred)
-        return _row(centred, centre, None)
+        row, beside = _row(centred, centre)
+        ctx.save_for_backward(centred, beside)
+        return row
 
     @staticmethod
     def backward(ctx: Any, by_row: Tensor) -> tuple[Tensor, None]:
-        (centred,) = ctx.saved_tensors
+        centred, beside = ctx.saved_tensors
         channels, n = centred.shape[1], _count(centred)
         by_mean, by_squares, _ = by_row.split([channels, channels, 1])
         scale, offset = 2 * by_squares, by_mean / max(n, 1)
         if n and once(by_row):
-            return _scaled(centred, scale, offset), None
+            return _scaled(centred, scale, offset - scale * beside), None
         mean = centred.mean(_reduced(centred)) if n else centred.sum(_reduced(centred))
         off_mean = centred - by_channel(mean, centred)
         return off_mean * by_channel(scale, centred) + by_channel(offset, centred), None

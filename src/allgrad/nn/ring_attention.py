@@ -14,6 +14,7 @@ from allgrad.nn._attention import (
     attend_all,
     attend_alone,
     attend_block,
+    cast_by_autocast,
     check_heads,
     nothing_of,
 )
@@ -62,12 +63,17 @@ def ring_attention(
     exchange unless ``sizes`` is given. In a world of one: torch's attention.
     """
     if sizes is None and is_plain_autograd() and is_alone(_NAME, group):
-        shape = q.shape
-        if shape == k.shape == v.shape and len(shape) > 2 and 0 not in shape:
+        try:
+            shape = q.shape
+            fit = shape == k.shape == v.shape and len(shape) > 2 and 0 not in shape
+        except AttributeError:
+            fit = False  # not a tensor, as check_heads will say
+        if fit:
             return attend_alone(q, k, v, causal, scale)
     sizes = check_heads(_NAME, q, k, v, causal=causal, sizes=sizes, group=group)
     if len(sizes) == 1:
         return attend_all(q, k, v, causal=causal, scale=scale)
+    q, k, v = cast_by_autocast(q, k, v)
     world, rank = len(sizes), find_place(_NAME, group).rank
     length, scale = q.shape[-2], 1 / sqrt(q.shape[-1]) if scale is None else scale
     heads = k.shape[-3] if k.dim() > 2 else 1
