@@ -79,20 +79,23 @@ class PanelPass:
             by_query = torch.empty_like(self.q, dtype=self.dtype)
         if config.needs_grad and config.needs_key_grad:
             by_key = KeySums(layout, self.joined.shape[1], self.scale)
+        self.needs_bias = self.bias is not None and needed[3]
         for rows in panels(len(self.q), max(1, height)):
             own = self.q[rows]
             scores, *spare = memory[:, : len(own)]
             scores_of(own, self.score_keys, self.scale, self.bias, out=scores)
-            self._take_pairs(scores.diagonal(layout.start + rows.start), rows)
+            first = layout.start + rows.start
+            self._take_pairs(scores.diagonal(first), rows)
             weights = terms(scores, *spare, rows)
-            if config.needs_grad:
+            if self.narrow and config.needs_grad:
                 weights = weights.to(self.gradient_keys.dtype)
+            else:
+                weights.diagonal(first).copy_(self.by_pair[rows])
             if by_key is not None:
                 by_key.add_product(weights, own.to(weights.dtype), gain)
-            if rows.stop == len(self.q):
-                self._add_smoothing()
-                if by_key is not None:  # the message travels while the last product is computed
-                    self._start_keys(by_key, overlaps=by_query is not None)
+            if by_key is not None and rows.stop == len(self.q):
+                # The message travels while the last product is computed.
+                self._start_keys(by_key, overlaps=by_query is not None)
             if by_query is not None and self.narrow:
                 by_query[rows] = torch.mm(weights, self.gradient_keys)
             elif by_query is not None:
@@ -117,7 +120,8 @@ class PanelPass:
         away = -self.pairs[rows]
         self.loss += softplus(away).sum()
         by_pair = self.by_pair[rows] = away.sigmoid_().neg_()
-        self.by_bias += weights.sum() + by_pair.sum()
+        if self.needs_bias:
+            self.by_bias += weights.sum() + by_pair.sum()
         return weights
 
     def _softmax(self, scores: Tensor, weights: Tensor, rows: slice) -> Tensor:
@@ -132,33 +136,30 @@ class PanelPass:
         differences = negatives.sub_(self.pairs[rows])
         self.loss += softplus(differences).sum()
         lost = differences.sigmoid_()
-        self.by_pair[rows] = -lost
+        smoothing = self.config.smoothing
+        self.by_pair[rows] = smoothing - lost
+        if smoothing:
+            every = self.scale * self._sum(self.q[rows]).dot(self._sum(self.joined))
+            self.loss += smoothing * (self.pairs[rows].sum() - every / len(self.joined))
         return weights.mul_(lost.unsqueeze(1)) if self.config.needs_grad else weights
 
-    def _add_smoothing(self) -> None:
-        """What label smoothing adds to the loss, and to the derivatives by the scores of pairs."""
-        smoothing = self.config.smoothing
-        if smoothing:
-            every = self.scale * self._sum(self.q).dot(self._sum(self.joined)) / len(self.joined)
-            self.loss += smoothing * (self.pairs.sum() - every)
-            self.by_pair += smoothing
-
     def _start_keys(self, by_key: KeySums, *, overlaps: bool) -> None:
-        """Add to the gradients of keys what pairs and smoothing do, and send them, with the loss."""
-        smoothing, own = self.config.smoothing, self.q.to(self.dtype)
-        gain = self.config.mean_factor * self.scale
+        """Add to the gradients of keys what products leave out, and send them, with the loss."""
+        smoothing, gain = self.config.smoothing, self.config.mean_factor * self.scale
         for block in by_key.blocks() if smoothing else ():
             block.sub_(smoothing / len(self.joined) * gain * self._sum(self.q))
-        mine = by_key.block(self.config.layout.rank)
-        mine[: len(own)].addcmul_((gain * self.by_pair).unsqueeze(1), own)
+        if self.narrow:
+            mine, own = by_key.block(self.config.layout.rank), self.q.to(self.dtype)
+            mine[: len(own)].addcmul_((gain * self.by_pair).unsqueeze(1), own)
         by_key.start(self.loss, overlaps=overlaps)
 
     def _finish_queries(self, by_query: Tensor) -> None:
-        smoothing = self.config.smoothing
-        if smoothing:
-            by_query -= smoothing / len(self.joined) * self._sum(self.joined)
-        pairs = self.k[: len(self.q)].to(self.dtype)
-        by_query.addcmul_(self.by_pair.unsqueeze(1), pairs)
+        """The same for queries."""
+        if self.config.smoothing:
+            by_query -= self.config.smoothing / len(self.joined) * self._sum(self.joined)
+        if self.narrow:
+            pairs = self.k[: len(self.q)].to(self.dtype)
+            by_query.addcmul_(self.by_pair.unsqueeze(1), pairs)
 
     def _sum(self, x: Tensor) -> Tensor:
         return x.sum(0, dtype=self.dtype)
@@ -178,5 +179,5 @@ class PanelPass:
             own, loss = by_key.wait()
         elif layout.world > 1:
             loss = all_reduce(loss, group=layout.group, grad="none")
-        by_bias = self.by_bias * factor if self.bias is not None and needed[3] else None
+        by_bias = self.by_bias * factor if self.needs_bias else None
         return loss * factor, (by_query, own if needed[1] else None, by_scale, by_bias)
