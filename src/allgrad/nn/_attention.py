@@ -213,7 +213,7 @@ def attend_block(
 
     ``mask`` is True where a query sees a key. At least one key is seen by each query.
     """
-    with outside_autocast(q):
+    with _no_autocast(q):
         if is_plain_autograd():
             out, lse = _Block.apply(q, k, v, scale, mask)  # type: ignore[no-untyped-call]
             return out, lse
@@ -231,7 +231,7 @@ def cast_by_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def outside_autocast(x: Tensor) -> AbstractContextManager[object]:
+def _no_autocast(x: Tensor) -> AbstractContextManager[object]:
     device = x.device.type
     if torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
@@ -256,7 +256,7 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        with outside_autocast(q):
+        with _no_autocast(q):
             weights = (_scores(q, k, ctx.scale, ctx.mask) - lse.unsqueeze(-1)).exp()
             d_v = weights.mT @ d_out
             along = d_lse - (d_out * out).sum(-1)

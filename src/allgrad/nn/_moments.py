@@ -131,5 +131,5 @@ def by_given_moments(
     bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Torch's batch norm in eval mode, which takes no eps of 0."""
+    """Torch's batch norm in eval mode. The one in nn.functional refuses an eps of 0 before torch 2.13."""
     return torch.batch_norm(x, weight, bias, *moments, False, 0.0, eps, False)
