@@ -38,13 +38,13 @@ class RankMoments(NamedTuple):
 
     def join(self) -> Moments:
         """The moments of all by the formula of Chan, Golub and LeVeque: no large numbers cancel."""
-        features = self.centre.numel()
-        means, squares, counts = self.rows.split([features, features, 1], 1)
-        counts = counts.detach()
+        rows, channels = self.rows, self.centre.numel()
+        means, squares, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:].detach()
         number = counts.sum()
         # Not as matrix products: autocast would round them.
         mean = (means * counts).sum(0) / number.clamp(min=1)
-        return Moments(mean, (squares + (means - mean).square() * counts).sum(0), number)
+        apart = means - mean
+        return Moments(mean, torch.addcmul(squares, apart * counts, apart).sum(0), number)
 
 
 def gather_moments(x: Tensor, group: GroupLike) -> RankMoments:
@@ -91,7 +91,7 @@ def _row(centred: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
     n, dims = _count(centred), _reduced(centred)
     total = centred.sum(dims)
     beside = total / max(n, 1)
-    squares = centred.square().sum(dims) - total * beside
+    squares = torch.addcmul(centred.square().sum(dims), total, beside, value=-1)
     return torch.cat([centre + beside, squares, centre.new_full((1,), n)]), beside
 
 
@@ -109,19 +109,13 @@ class _Row(torch.autograd.Function):
     def backward(ctx: Any, by_row: Tensor) -> tuple[Tensor, None]:
         centred, beside = ctx.saved_tensors
         channels, n = centred.shape[1], _count(centred)
-        by_mean, by_squares, _ = by_row.split([channels, channels, 1])
-        scale, offset = 2 * by_squares, by_mean / max(n, 1)
+        scale, offset = 2 * by_row[channels:-1], by_row[:channels] / max(n, 1)
         if n and once(by_row):
-            return _scaled(centred, scale, offset - scale * beside), None
+            unit = beside, torch.ones_like(beside)
+            return by_given_moments(centred, unit, scale, offset, eps=0.0), None
         mean = centred.mean(_reduced(centred)) if n else centred.sum(_reduced(centred))
         off_mean = centred - by_channel(mean, centred)
         return off_mean * by_channel(scale, centred) + by_channel(offset, centred), None
-
-
-def _scaled(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """``x * scale + offset`` in one pass over memory, by torch's batch norm with given moments."""
-    zeros, ones = torch.zeros_like(scale), torch.ones_like(scale)
-    return by_given_moments(x, (zeros, ones), scale, offset, eps=0.0)
 
 
 def by_given_moments(

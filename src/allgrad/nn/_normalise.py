@@ -83,12 +83,11 @@ def _gradients(saved: tuple[Any, ...], eps: float, by_y: Tensor) -> tuple[Tensor
     spread = variance + eps
     share = factor / (number.clamp(min=1) * spread)
     by_mean, by_squares = by_bias * spread.sqrt() * share, by_weight * share
-    channels = len(mean)
-    by_rows = rows.new_zeros(rows.shape)
     # A rank's mean moves the mean of all, and its own distance from that: twice half the squares.
-    torch.addcmul(by_mean, rows[:, :channels] - mean, by_squares, out=by_rows[:, :channels])
-    by_rows[:, :channels] *= -rows[:, -1:]
-    by_rows[:, channels:-1] = by_squares / -2
+    apart = rows[:, : len(mean)] - mean
+    by_means = torch.addcmul(by_mean, apart, by_squares).mul_(-rows[:, -1:])
+    halves = (by_squares / -2).expand_as(by_means)
+    by_rows = torch.cat([by_means, halves, rows.new_zeros(len(rows), 1)], 1)
     return (
         by_x,
         by_rows,
