@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import allgrad as ag
 import reference
@@ -191,6 +192,27 @@ def test_nothing_is_kept_alive(rank):
                 break
             time.sleep(0.01)
         assert kept() is None
-        assert call_queue.QUEUE.pending == 0
+        assert call_queue.QUEUES.pending == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.ranks(3)
+def test_a_pending_call_holds_up_no_other_group(rank):
+    """Rank 1 comes to the pending call only after what rank 0 makes behind it."""
+    groups = {pair: dist.new_group(pair) for pair in ((0, 1), (0, 2), (1, 2))}
+    x = torch.full((3,), rank + 1.0)
+
+    def reduced(*pair, **options):
+        return ag.all_reduce(x, group=groups[pair], **options)
+
+    with ag.deadline(15):
+        if rank == 0:
+            handle = reduced(0, 1, async_op=True)
+            found = reduced(0, 2), handle.wait()
+        elif rank == 1:
+            found = reduced(1, 2), reduced(0, 1)
+        else:
+            found = reduced(0, 2), reduced(1, 2)
+    wanted = {0: (4.0, 3.0), 1: (5.0, 3.0), 2: (4.0, 5.0)}[rank]
+    assert [y[0].item() for y in found] == list(wanted)

@@ -132,6 +132,28 @@ def test_narrow_weights_keep_their_sums_in_float32(rank, world):
         assert own[0].grad.dtype == own[1].grad.dtype == dtype
 
 
+@pytest.mark.parametrize("backward_inside", [False, True])
+@pytest.mark.ranks(2)
+def test_activations_of_autocast_beside_parameters(rank, world, backward_inside):
+    """As torch's own: both are multiplied in 16 bits, gradients have the parameters' dtype."""
+    weight = random((6, 4), 1).float()
+    own = leaf(weight.chunk(world)[rank])
+    hidden, targets = leaf(random((5, 4), 2).bfloat16()), torch.arange(5)
+    whole = [leaf(hidden.detach().double()), leaf(weight.bfloat16().double())]
+    want = torch.nn.functional.cross_entropy(whole[0] @ whole[1].T, targets)
+    want.backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = cross_entropy(hidden, own, targets)
+        if backward_inside:
+            value.backward()
+    if not backward_inside:
+        value.backward()
+    near = {"rtol": 3e-2, "atol": 3e-3}
+    torch.testing.assert_close(value.double(), want, **near)
+    torch.testing.assert_close(own.grad.double(), whole[1].grad.chunk(world)[rank], **near)
+    torch.testing.assert_close(hidden.grad.double(), whole[0].grad, **near)
+
+
 def test_no_matrix_of_logits_is_kept():
     hidden, weight = leaf(random((512, 8), 1)), leaf(random((512, 8), 2))
     targets = torch.arange(512)

@@ -49,6 +49,12 @@ MISTAKES = {
         tokens((2, 4 + odd))
     ),
     "RowParallelLinear": lambda odd, _: RowParallelLinear(6, 4)(tokens((2, 2 + odd))),
+    "RowParallelLinear: x is (2, 2) torch.float64": lambda odd, _: RowParallelLinear(6, 4)(
+        tokens((2, 2)).double() if odd else tokens((2, 2))
+    ),
+    "ColumnParallelLinear: x is (2, 4) torch.int64": lambda odd, _: ColumnParallelLinear(
+        4, 6, gather_output=True
+    )(tokens((2, 4)).long() if odd else tokens((2, 4))),
     "VocabParallelEmbedding": lambda odd, _: VocabParallelEmbedding(6, 2)(torch.tensor([5 + odd])),
     "ring_attention": attention(ring_attention),
     "gathered_attention": attention(gathered_attention),

@@ -158,6 +158,36 @@ def test_made_with_one_seed_it_is_the_plain_layer(rank, world):
 
 
 @pytest.mark.ranks(2)
+def test_parameters_can_be_drawn_anew(rank, world):
+    """As on the meta device: memory first, then numbers, in the parameters that an optimizer holds."""
+    torch.manual_seed(3)
+    plain = nn.Linear(4, 6), nn.Linear(6, 4), nn.Embedding(8, 3, padding_idx=1)
+    ours = (
+        ColumnParallelLinear(4, 6, device="meta"),
+        RowParallelLinear(6, 4, device="meta"),
+        VocabParallelEmbedding(8, 3, padding_idx=1, device="meta"),
+    )
+    held = [list(layer.to_empty(device="cpu").parameters()) for layer in ours]
+    torch.manual_seed(3)
+    for layer, twin, parameters in zip(ours, plain, held, strict=True):
+        layer.reset_parameters()
+        assert list(map(id, layer.parameters())) == list(map(id, parameters))
+        for got, want in zip(layer.to_plain().parameters(), twin.parameters(), strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("sequence_dim", [None, 0])
+@pytest.mark.ranks(2)
+def test_under_autocast_as_the_plain_layer(rank, world, sequence_dim):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = ColumnParallelLinear(4, 6)(torch.ones(2, 4))
+        assert y.dtype == torch.bfloat16
+        z = RowParallelLinear(6, 4, sequence_dim=sequence_dim)(y)
+    assert z.dtype == torch.bfloat16
+    z.float().sum().backward()
+
+
+@pytest.mark.ranks(2)
 def test_messages(rank, world):
     one, two = plain_mlp(6)
     x = leaf(random((5, 4), 1))

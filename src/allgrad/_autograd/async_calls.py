@@ -84,7 +84,8 @@ class PendingCall:
 
     def start(self, xs: Sequence[Tensor]) -> None:
         pair, values = self.pair, [x.detach() for x in xs]
-        self._future = call_queue.start(lambda: transforms.run_map(pair, values))
+        queue = call_queue.Queue() if pair.call is None else pair.call.group.queue
+        self._future = call_queue.start(lambda: transforms.run_map(pair, values), queue)
 
     def wait(self) -> tuple[Tensor, ...]:
         # Kept here, the results would keep themselves alive: their graph holds this call.

@@ -1,7 +1,8 @@
-"""The queue of async calls: one thread runs them in the order they were started.
+"""The queues of async calls, one for each group: a thread runs them in the order they were started.
 
-Ranks match their calls by order alone. So while a call is pending, later ones wait behind it,
-whichever thread they come from.
+Ranks match the calls of a group by order alone. So while one is pending, later ones of the same group
+wait behind it, whichever thread they come from. Those of other groups do not: another rank may come to
+them in another order.
 """
 
 from __future__ import annotations
@@ -18,62 +19,76 @@ from allgrad._core.torch_internals import in_backward_pass
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["QUEUE", "in_backward", "in_turn", "is_free", "start"]
+__all__ = ["QUEUES", "Queue", "in_backward", "in_turn", "is_free", "start"]
 
 T = TypeVar("T")
 
 
-class _Queue:
+class _Queues:
+    """What is known of all of them."""
+
     def __init__(self) -> None:
-        self.thread: ThreadPoolExecutor | None = None
         self.lock = threading.Lock()
         self.pending = 0
 
 
-class _Thread(threading.local):
-    """What this thread is: the defaults hold for every thread but the queue's."""
+class Queue:
+    """The calls of one group."""
 
-    in_queue = False
+    __slots__ = ("pending", "thread")
+
+    def __init__(self) -> None:
+        """No call so far."""
+        self.thread: ThreadPoolExecutor | None = None
+        self.pending = 0
+
+
+class _Thread(threading.local):
+    """What this thread is: the defaults hold for every thread but those of queues."""
+
+    queue: Queue | None = None
     in_backward = False
 
 
-QUEUE = _Queue()
+QUEUES = _Queues()
 _HERE = _Thread()
 
 
-def start(call: Callable[[], T]) -> Future[T]:
+def start(call: Callable[[], T], queue: Queue) -> Future[T]:
     """Run a call on the queue's thread, after those before it, without recording a graph."""
     backward = in_backward()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def run() -> T:
-        _HERE.in_queue, _HERE.in_backward = True, backward
+        _HERE.queue, _HERE.in_backward = queue, backward
         same_stream = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
         try:
             with torch.no_grad(), same_stream:
                 return call()
         finally:
-            with QUEUE.lock:
-                QUEUE.pending -= 1
+            with QUEUES.lock:
+                QUEUES.pending -= 1
+                queue.pending -= 1
 
-    with QUEUE.lock:
-        QUEUE.thread = QUEUE.thread or ThreadPoolExecutor(1, "allgrad")
-        QUEUE.pending += 1
-        return QUEUE.thread.submit(run)
+    with QUEUES.lock:
+        queue.thread = queue.thread or ThreadPoolExecutor(1, "allgrad")
+        QUEUES.pending += 1
+        queue.pending += 1
+        return queue.thread.submit(run)
 
 
-def is_free() -> bool:
+def is_free(queue: Queue) -> bool:
     """Tell whether a call may run here and now: none is pending, or this is the queue's thread."""
-    return not QUEUE.pending or _HERE.in_queue
+    return not queue.pending or _HERE.queue is queue
 
 
-def in_turn(call: Callable[[], T]) -> T:
+def in_turn(call: Callable[[], T], queue: Queue) -> T:
     """Run a call here and now, or behind those that are pending."""
-    return call() if is_free() else start(call).result()
+    return call() if is_free(queue) else start(call, queue).result()
 
 
 def in_backward() -> bool:
     """Tell whether this call belongs to a backward, wherever it runs."""
-    if QUEUE.pending and _HERE.in_queue:
+    if QUEUES.pending and _HERE.queue is not None:
         return _HERE.in_backward
     return in_backward_pass()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from allgrad._core.call_queue import Queue
 from allgrad._core.torch_internals import (
     backend_device_types,
     backend_for,
@@ -63,7 +64,7 @@ class Group:
     __slots__ = (
         *("__weakref__", "_device_types", "_name", "_ref"),
         *("backends", "calls", "doing", "exchanged", "exchanges", "last_exchange", "order"),
-        *("orders", "rank", "registered", "size", "successors", "thread", "topology"),
+        *("orders", "queue", "rank", "registered", "size", "successors", "thread", "topology"),
     )
 
     def __init__(
@@ -86,6 +87,7 @@ class Group:
         self.orders: dict[torch.device, Any] = {}  # how calls go backward (call_order)
         self.order: Any = None  # the one of tensors on the host,
         self.thread = 0  # and the thread that made its calls
+        self.queue = Queue()  # of its async calls
         self.registered = False  # whether the store knows this process (diagnosis.register)
         self.topology: Topology | None = None  # found out by the first call (hosts.find_topology)
         self.rank, self.size = rank, size

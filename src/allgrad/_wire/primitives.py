@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from allgrad._core import call_queue
-from allgrad._core.call_queue import QUEUE
+from allgrad._core.call_queue import QUEUES
 from allgrad._core.torch_internals import PROFILER, PROFILING, is_zero_tensor
 from allgrad._wire import costs, eager, observers, pairwise
 from allgrad._wire.algorithms import (
@@ -196,7 +196,7 @@ def overwrite(call: Call, x: Tensor, src: int) -> Callable[[], None]:
 
     What ``x`` held is gone, except on ``src``.
     """
-    if _watcher is None and call_queue.is_free():
+    if _watcher is None and call_queue.is_free(call.group.queue):
         return _start_overwriting(call, x, src)
 
     def run() -> Tensor:
@@ -219,7 +219,7 @@ def _start_overwriting(call: Call, x: Tensor, src: int) -> Callable[[], None]:
 def _dispatch(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) -> Tensor:
     if call.size == 1:
         return operation.alone(call, x, *args)
-    if _watcher is not None or (QUEUE.pending and not call_queue.is_free()):
+    if _watcher is not None or (QUEUES.pending and not call_queue.is_free(call.group.queue)):
         return _in_turn(operation, call, partial(_run, operation, call, x, args), x, *args)
     return _run(operation, call, x, args)
 
@@ -292,7 +292,7 @@ def _in_turn(
         with _watcher(call, _wire_call(operation, x, *args)):
             return run()
 
-    return call_queue.in_turn(watched)
+    return call_queue.in_turn(watched, call.group.queue)
 
 
 def _wire_call(operation: _Operation, x: Tensor, *args: Any) -> WireCall:

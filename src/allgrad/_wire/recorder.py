@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from allgrad._core.call_queue import QUEUE as _QUEUE
+from allgrad._core.call_queue import QUEUES as _QUEUES
 from allgrad._core.call_queue import in_backward
 from allgrad._core.torch_internals import graph_task
 from allgrad._core.version import __version__
@@ -149,7 +149,7 @@ class Recorder:
         self, choice: Choice, root: int, call: Call, x: Tensor, args: Sequence[Any]
     ) -> Tensor:
         """Run a call by the algorithm chosen for it, and write when it begins and ends."""
-        backward = in_backward() if _QUEUE.pending else graph_task() != -1
+        backward = in_backward() if _QUEUES.pending else graph_task() != -1
         known = self._last.after
         if (
             (known.call is not call and known.call != call)

@@ -70,6 +70,7 @@ def cross_entropy(
     Cost: the logits of a chunk of rows exist at a time, and are computed again in backward. Forward
     sends two numbers for each row, three with label smoothing; backward the gradient of ``hidden``.
     """
+    hidden, weight, bias = _in_one_dtype(hidden, weight, bias)
     arguments = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
 
     def check() -> CallSpec:
@@ -168,6 +169,20 @@ def _summary(targets: Tensor, ignore_index: int) -> tuple[int, int, int]:
     found = torch.cat([(flat * places).sum()[None], counted, none])
     checksum, low, high = torch.stack([found[0], *found[1:].aminmax()]).tolist()
     return checksum, low, high
+
+
+def _in_one_dtype(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What autocast would make of them where their dtypes differ: activations beside parameters."""
+    given = [x for x in (hidden, weight, bias) if isinstance(x, Tensor)]
+    if len({x.dtype for x in given}) == 1 or not all(x.dtype in _FLOATING for x in given):
+        return hidden, weight, bias
+    device = given[0].device.type
+    if not torch.is_autocast_enabled(device) or len(given) < 2 + (bias is not None):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:

@@ -224,11 +224,14 @@ def attend_block(
 
 def cast_by_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What autocast makes of the inputs of torch's attention."""
-    device = q.device.type
-    if not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    return q.to(_dtype_of(q)), k.to(_dtype_of(k)), v.to(_dtype_of(v))
+
+
+def _dtype_of(x: Tensor) -> torch.dtype:
+    """In which torch's attention computes with it."""
+    device, dtype = x.device.type, x.dtype
+    cast = x.is_floating_point() and dtype != torch.float64
+    return torch.get_autocast_dtype(device) if cast and torch.is_autocast_enabled(device) else dtype
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[object]:
@@ -295,7 +298,8 @@ class _Shape(NamedTuple):
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> _Shape:
         sides = [(1, 1, 1, *x.shape)[-3:] for x in (q, k, v)]
         dims = q.dim() if q.dim() == k.dim() == v.dim() and q.dim() >= 2 else 0
-        dtype = _DTYPES.index(q.dtype) if q.dtype == k.dtype == v.dtype in _DTYPES else -1
+        dtypes = {_dtype_of(x) for x in (q, k, v)}
+        dtype = _DTYPES.index(dtypes.pop()) if len(dtypes) == 1 and dtypes <= {*_DTYPES} else -1
         return cls._make([*sides[0], *sides[1], *sides[2], dims, prod(list(k.shape[:-3])), dtype])
 
     def __str__(self) -> str:
@@ -344,7 +348,7 @@ def check_heads(
     place = find_place(call, group)
     alone = place.world == 1 and sizes is None
     try:
-        shapes = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, causal
+        shapes = q.shape, k.shape, v.shape, *map(_dtype_of, (q, k, v)), causal
     except AttributeError:
         require_tensors(call, group, q=q, k=k, v=v)
         raise
@@ -375,7 +379,7 @@ def check_heads(
                 f"{call}: q, k and v are (..., heads, length, width), and k's heads divide q's.",
                 rows,
                 marks,
-                "Give as many heads of k as of v, a divisor of q's, and one width of q and k.",
+                "Give as many heads of k as of v, a divisor of q's, one width of q and k, and one dtype.",
             )
         )
         if sizes is None:  # every rank has seen it

@@ -101,6 +101,14 @@ class VocabParallelEmbedding(HoldsGroup, nn.Module):
     def _take(self, plain: nn.Embedding, rank: int) -> None:
         self.weight = nn.Parameter(plain.weight.detach().split(self.sizes)[rank].clone())
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weight anew; seeded alike, the ranks have that of a plain layer with this seed."""
+        own, words = self.weight, (self.num_embeddings, self.embedding_dim, self.padding_idx)
+        plain = nn.Embedding(*words, device=own.device, dtype=own.dtype)
+        rank = find_place("VocabParallelEmbedding", self.group).rank
+        own.copy_(plain.weight.split(self.sizes)[rank])
+
     def extra_repr(self) -> str:
         """The plain layer's, and the words of each rank."""
         return f"{self.num_embeddings}, {self.embedding_dim}, sizes={self.sizes}"

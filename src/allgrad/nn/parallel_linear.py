@@ -61,25 +61,42 @@ class _ParallelLinear(HoldsGroup, nn.Module):
         return made
 
     def _take(self, plain: nn.Linear, rank: int) -> None:
-        # A piece of memory of its own: a view would keep the whole layer alive.
+        # Pieces of memory of their own: a view would keep the whole layer alive.
+        weight, bias = self._pieces(plain, rank)
+        self.weight = nn.Parameter(weight.clone())
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+
+    def _pieces(self, plain: nn.Linear, rank: int) -> tuple[Tensor, Tensor | None]:
         weight = plain.weight.detach().split(self.sizes, self.split_dim)[rank]
-        self.weight, self.bias = nn.Parameter(weight.clone()), None
-        if plain.bias is not None:  # of output features: split with them, or held by every rank
-            bias = plain.bias.detach()
-            bias = bias if self.split_dim else bias.split(self.sizes)[rank]
-            self.bias = nn.Parameter(bias.clone())
+        bias: Tensor | None = plain.bias
+        if bias is None or self.split_dim:  # of output features: held by every rank,
+            return weight, bias
+        return weight, bias.split(self.sizes)[rank]  # or split with them
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew; seeded alike, the ranks have those of a plain layer with this seed."""
+        own, has_bias = self.weight, self.bias is not None
+        features = self.in_features, self.out_features
+        plain = nn.Linear(*features, has_bias, device=own.device, dtype=own.dtype)
+        weight, bias = self._pieces(plain, find_place(type(self).__name__, self.group).rank)
+        own.copy_(weight)
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)
 
     def _check(self, x: Tensor, features: int, *, sends: bool) -> None:
-        """Raise unless the last dim of ``x`` has so many features.
+        """Raise unless the last dim of ``x`` has so many features, of the weight's dtype.
 
         ``sends`` tells whether the other ranks come to a collective of this layer.
         """
-        if x.dim() and x.shape[-1] == features:
+        dtype = self.weight.dtype
+        cast = x.is_floating_point() and torch.is_autocast_enabled(x.device.type)
+        if x.dim() and x.shape[-1] == features and (x.dtype == dtype or cast):
             return
         name = type(self).__name__
         problem = TensorError(
-            f"{name}: x is {tuple(x.shape)} on this rank, not (..., {features}).\n"
-            f"Give {features} features in the last dim."
+            f"{name}: x is {tuple(x.shape)} {x.dtype} on this rank, not (..., {features}) {dtype}.\n"
+            f"Give {features} features in the last dim, in the dtype of the weight."
         )
         if not sends:
             raise problem
@@ -280,4 +297,4 @@ class RowParallelLinear(_ParallelLinear):
         else:
             y = reduce_scatter(y, self.sequence_dim, sizes=sizes, group=self.group)
             bias = None if bias is None else share(bias, group=self.group)
-        return y if bias is None else y + bias
+        return y if bias is None else y + bias.to(y.dtype)  # autocast leaves the bias as it is
