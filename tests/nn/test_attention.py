@@ -176,7 +176,8 @@ def test_under_autocast(rank, world, kind, backward_inside):
         got = derivatives(total, own) if backward_inside else None
     got = got or derivatives(total, own)
     for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.1, atol=0.1)
+        assert one.dtype == torch.float32
+        assert (one - other).norm() < 0.01 * other.norm()
 
 
 @both

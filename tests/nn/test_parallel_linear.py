@@ -179,12 +179,21 @@ def test_parameters_can_be_drawn_anew(rank, world):
 @pytest.mark.parametrize("sequence_dim", [None, 0])
 @pytest.mark.ranks(2)
 def test_under_autocast_as_the_plain_layer(rank, world, sequence_dim):
+    torch.manual_seed(5)
+    x, ours = torch.randn(2, 4), [ColumnParallelLinear(4, 6), RowParallelLinear(6, 4)]
+    ours[1].sequence_dim = sequence_dim
+    plain = [layer.to_plain() for layer in ours]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = ColumnParallelLinear(4, 6)(torch.ones(2, 4))
-        assert y.dtype == torch.bfloat16
-        z = RowParallelLinear(6, 4, sequence_dim=sequence_dim)(y)
-    assert z.dtype == torch.bfloat16
-    z.float().sum().backward()
+        y = ours[1](ours[0](x))
+        whole = plain[1](plain[0](x))
+    wanted = whole if sequence_dim is None else whole[rank : rank + 1]
+    assert y.dtype == wanted.dtype == torch.bfloat16
+    torch.testing.assert_close(y, wanted, rtol=2e-2, atol=2e-2)
+    y.float().square().sum().backward()
+    whole.float().square().sum().backward()
+    for layer, twin in zip(ours, plain, strict=True):
+        got = ag.all_gather(layer.weight.grad, layer.split_dim, sizes="equal")
+        assert (got - twin.weight.grad).norm() < 0.02 * twin.weight.grad.norm()
 
 
 @pytest.mark.ranks(2)

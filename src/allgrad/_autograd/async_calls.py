@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["DoneHandle", "Handle", "PendingCall", "start"]
 
 T = TypeVar("T")
+_SENDS_NOTHING = call_queue.Queue()
 
 
 class Handle(Generic[T]):
@@ -84,7 +85,7 @@ class PendingCall:
 
     def start(self, xs: Sequence[Tensor]) -> None:
         pair, values = self.pair, [x.detach() for x in xs]
-        queue = call_queue.Queue() if pair.call is None else pair.call.group.queue
+        queue = _SENDS_NOTHING if pair.call is None else pair.call.group.queue
         self._future = call_queue.start(lambda: transforms.run_map(pair, values), queue)
 
     def wait(self) -> tuple[Tensor, ...]:

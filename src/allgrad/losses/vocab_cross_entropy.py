@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -20,16 +20,46 @@ from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._recompute import recomputed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from allgrad.types import GroupLike, Sizes
 
 __all__ = ["Reduction", "cross_entropy"]
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 
+P = ParamSpec("P")
+
 CHUNK_BYTES = 64 << 20  # of the logits that exist at a time
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+def _takes_autocast(loss: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Let the loss take activations that autocast made beside parameters, also in a graph."""
+
+    @wraps(loss)
+    def call(hidden: Any, weight: Any, *args: Any, bias: Any = None, **options: Any) -> Tensor:
+        hidden, weight, bias = _in_one_dtype(hidden, weight, bias)
+        return cast("Any", loss)(hidden, weight, *args, bias=bias, **options)  # type: ignore[no-any-return]
+
+    return cast("Callable[P, Tensor]", call)
+
+
+def _in_one_dtype(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What autocast would make of them where their dtypes differ: activations beside parameters."""
+    given = [x for x in (hidden, weight, bias) if isinstance(x, Tensor)]
+    if len({x.dtype for x in given}) == 1 or not all(x.dtype in _FLOATING for x in given):
+        return hidden, weight, bias
+    device = given[0].device.type
+    if not torch.is_autocast_enabled(device) or len(given) < 2 + (bias is not None):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+@_takes_autocast
 @in_graphs
 def cross_entropy(
     hidden: Tensor,
@@ -70,7 +100,6 @@ def cross_entropy(
     Cost: the logits of a chunk of rows exist at a time, and are computed again in backward. Forward
     sends two numbers for each row, three with label smoothing; backward the gradient of ``hidden``.
     """
-    hidden, weight, bias = _in_one_dtype(hidden, weight, bias)
     arguments = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
 
     def check() -> CallSpec:
@@ -169,20 +198,6 @@ def _summary(targets: Tensor, ignore_index: int) -> tuple[int, int, int]:
     found = torch.cat([(flat * places).sum()[None], counted, none])
     checksum, low, high = torch.stack([found[0], *found[1:].aminmax()]).tolist()
     return checksum, low, high
-
-
-def _in_one_dtype(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What autocast would make of them where their dtypes differ: activations beside parameters."""
-    given = [x for x in (hidden, weight, bias) if isinstance(x, Tensor)]
-    if len({x.dtype for x in given}) == 1 or not all(x.dtype in _FLOATING for x in given):
-        return hidden, weight, bias
-    device = given[0].device.type
-    if not torch.is_autocast_enabled(device) or len(given) < 2 + (bias is not None):
-        return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
