@@ -37,14 +37,23 @@ class RankMoments(NamedTuple):
     rows: Tensor
 
     def join(self) -> Moments:
-        """The moments of all by the formula of Chan, Golub and LeVeque: no large numbers cancel."""
-        rows, channels = self.rows, self.centre.numel()
-        means, squares, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:].detach()
+        """The moments of all ranks' values."""
+        return self.join_beyond()[0]
+
+    def join_beyond(self) -> tuple[Moments, Tensor]:
+        """The same by the formula of Chan, Golub and LeVeque: no large numbers cancel.
+
+        Also gives each rank's count times how far its mean is from the mean of all.
+        """
+        channels = self.centre.numel()
+        means, squares, counts = self.rows.split_with_sizes((channels, channels, 1), 1)
+        counts = counts.detach()
         number = counts.sum()
         # Not as matrix products: autocast would round them.
         mean = (means * counts).sum(0) / number.clamp(min=1)
         apart = means - mean
-        return Moments(mean, torch.addcmul(squares, apart * counts, apart).sum(0), number)
+        beyond = apart * counts
+        return Moments(mean, torch.addcmul(squares, beyond, apart).sum(0), number), beyond
 
 
 def gather_moments(x: Tensor, group: GroupLike) -> RankMoments:
@@ -64,7 +73,7 @@ def gather_moments(x: Tensor, group: GroupLike) -> RankMoments:
         row: Tensor = _Row.apply(centred, centre)  # type: ignore[no-untyped-call]
     else:
         row, _ = _row(centred, centre)
-    return RankMoments(centred, centre, all_gather(row[None], sizes="equal", group=group))
+    return RankMoments(centred, centre, all_gather(row, sizes="equal", group=group))
 
 
 def by_channel(values: Tensor, x: Tensor) -> Tensor:
@@ -92,7 +101,8 @@ def _row(centred: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
     total = centred.sum(dims)
     beside = total / max(n, 1)
     squares = torch.addcmul(centred.square().sum(dims), total, beside, value=-1)
-    return torch.cat([centre + beside, squares, centre.new_full((1,), n)]), beside
+    told = centre + beside, squares, centre.new_full((1,), n)
+    return torch.cat(told).unsqueeze(0), beside
 
 
 @never_traced
@@ -109,13 +119,14 @@ class _Row(torch.autograd.Function):
     def backward(ctx: Any, by_row: Tensor) -> tuple[Tensor, None]:
         centred, beside = ctx.saved_tensors
         channels, n = centred.shape[1], _count(centred)
-        scale, offset = 2 * by_row[channels:-1], by_row[:channels] / max(n, 1)
+        by_mean, by_squares, _ = by_row[0].split_with_sizes((channels, channels, 1))
+        offset = by_mean / max(n, 1)
         if n and once(by_row):
-            unit = beside, torch.ones_like(beside)
-            return by_given_moments(centred, unit, scale, offset, eps=0.0), None
+            doubles = beside, torch.full_like(beside, 1 / 4)  # the kernel divides by a root
+            return by_given_moments(centred, doubles, by_squares, offset, eps=0.0), None
         mean = centred.mean(_reduced(centred)) if n else centred.sum(_reduced(centred))
         off_mean = centred - by_channel(mean, centred)
-        return off_mean * by_channel(scale, centred) + by_channel(offset, centred), None
+        return off_mean * by_channel(2 * by_squares, centred) + by_channel(offset, centred), None
 
 
 def by_given_moments(

@@ -51,9 +51,10 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         centred, centre, rows, weight, bias, ctx.eps = args
-        joined = RankMoments(centred, centre, rows).join()
+        joined, beyond = RankMoments(centred, centre, rows).join_beyond()
         beside, variance = joined.mean - centre, joined.variance()
-        ctx.save_for_backward(centred, rows, weight, bias, centre, beside, variance, *joined)
+        given = centred, rows, weight, bias, centre
+        ctx.save_for_backward(*given, beyond, beside, variance, joined.number)
         ctx.mark_non_differentiable(*joined)
         ctx.set_materialize_grads(False)
         factor, term = _cast(weight, beside.dtype), _cast(bias, beside.dtype)
@@ -73,21 +74,20 @@ def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _gradients(saved: tuple[Any, ...], eps: float, by_y: Tensor) -> tuple[Tensor | None, ...]:
-    x, rows, weight, bias, _, beside, variance, mean, _, number = saved
+    x, rows, weight, bias, _, beyond, beside, variance, number = saved
     if by_y.stride() != x.stride():  # by an expanded gradient, for one, the kernel takes far longer
         by_y = torch.empty_like(x).copy_(by_y)
-    factor = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+    factor = torch.ones_like(beside) if weight is None else weight.to(beside.dtype)
     by_x, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
         by_y, x, factor, beside, variance, None, None, False, eps, [True, True, True]
     )
-    spread = variance + eps
-    share = factor / (number.clamp(min=1) * spread)
-    by_mean, by_squares = by_bias * spread.sqrt() * share, by_weight * share
+    narrow = (variance + eps).rsqrt_()
+    share = factor * narrow / -number  # at least 1: this rank has values
     # A rank's mean moves the mean of all, and its own distance from that: twice half the squares.
-    apart = rows[:, : len(mean)] - mean
-    by_means = torch.addcmul(by_mean, apart, by_squares).mul_(-rows[:, -1:])
-    halves = (by_squares / -2).expand_as(by_means)
-    by_rows = torch.cat([by_means, halves, rows.new_zeros(len(rows), 1)], 1)
+    by_squares = by_weight * share * narrow
+    by_means = torch.addcmul(by_bias * share * rows[:, -1:], beyond, by_squares)
+    halves, nothing = (by_squares / 2).expand_as(beyond), beyond.new_zeros(len(beyond), 1)
+    by_rows = torch.cat([by_means, halves, nothing], 1)
     return (
         by_x,
         by_rows,
