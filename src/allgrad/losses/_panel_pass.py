@@ -55,34 +55,35 @@ class PanelPass:
         joined: Tensor,
     ) -> None:
         self.config, self.q, self.k, self.scale, self.bias = config, q, k, scale, bias
-        self.dtype = accumulator_dtype(q.dtype)
+        self.dtype, self.gain = accumulator_dtype(q.dtype), config.mean_factor * scale
         self.joined, self.narrow = joined, multiplies_bfloat16(q)
-        wide = joined if multiplies_twice(q) else joined.to(self.dtype)
-        self.score_keys, self.gradient_keys = wide, joined if self.narrow else wide
         # The scores of pairs: those of a product in the accumulators' dtype, or of more digits.
         self.exact = not multiplies_twice(q)
-        self.pairs = scale.new_empty(len(q)) if self.exact else row_dots(q, k).mul_(scale)
+        wide = joined.to(self.dtype) if self.exact else joined
+        self.score_keys, self.gradient_keys = wide, joined if self.narrow else wide
+        self.pairs = scale.new_empty(q.shape[0]) if self.exact else row_dots(q, k).mul_(scale)
         if not self.exact and bias is not None:
             self.pairs.add_(bias)
         self.by_pair = torch.empty_like(self.pairs)  # the derivatives by these
-        self.loss, self.by_bias = scale.new_zeros(2)  # the sums of this rank's terms
+        self.loss = scale.new_zeros(())  # the sum of this rank's terms
 
     def run(self, needed: Sequence[bool]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """The loss, and its gradients by queries, keys, scale and bias."""
-        config, layout, columns = self.config, self.config.layout, len(self.joined)
-        height = min(len(self.q), max(PANEL_SCORES // columns, FEWEST_ROWS))
-        sigmoid, gain = config.kind is LossKind.SIGMOID, config.mean_factor * self.scale
+        config, layout, q = self.config, self.config.layout, self.q
+        count, columns = q.shape[0], self.joined.shape[0]
+        height = min(count, max(PANEL_SCORES // columns, FEWEST_ROWS))
+        sigmoid = config.kind is LossKind.SIGMOID
         terms: Callable[..., Tensor] = self._sigmoid if sigmoid else self._softmax
-        memory = self.scale.new_empty(3 if sigmoid else 2, height, columns)
+        memory = [self.scale.new_empty(height, columns) for _ in range(3 if sigmoid else 2)]
         by_query, by_key = None, None
         if config.needs_grad and (needed[0] or needed[2]):
-            by_query = torch.empty_like(self.q, dtype=self.dtype)
+            by_query = torch.empty_like(q, dtype=self.dtype)
         if config.needs_grad and config.needs_key_grad:
             by_key = KeySums(layout, self.joined.shape[1], self.scale)
-        self.needs_bias = self.bias is not None and needed[3]
-        for rows in panels(len(self.q), max(1, height)):
-            own = self.q[rows]
-            scores, *spare = memory[:, : len(own)]
+        self.by_bias = self.scale.new_zeros(()) if self.bias is not None and needed[3] else None
+        for rows in panels(count, max(1, height)):
+            own, size = q[rows], rows.stop - rows.start
+            scores, *spare = memory if size == height else [x[:size] for x in memory]
             scores_of(own, self.score_keys, self.scale, self.bias, out=scores)
             first = layout.start + rows.start
             self._take_pairs(scores.diagonal(first), rows)
@@ -92,15 +93,15 @@ class PanelPass:
             else:
                 weights.diagonal(first).copy_(self.by_pair[rows])
             if by_key is not None:
-                by_key.add_product(weights, own.to(weights.dtype), gain)
-            if by_key is not None and rows.stop == len(self.q):
-                # The message travels while the last product is computed.
-                self._start_keys(by_key, overlaps=by_query is not None)
+                by_key.add_product(weights, own.to(weights.dtype), self.gain)
+                if rows.stop == count:
+                    # The message travels while the last product is computed.
+                    self._start_keys(by_key, overlaps=by_query is not None)
             if by_query is not None and self.narrow:
                 by_query[rows] = torch.mm(weights, self.gradient_keys)
             elif by_query is not None:
                 torch.mm(weights, self.gradient_keys, out=by_query[rows])
-        if by_key is not None and not len(self.q):
+        if by_key is not None and not count:
             by_key.message.zero_()
             self._start_keys(by_key, overlaps=False)
         return self._of_all_ranks(by_query, by_key, needed)
@@ -120,7 +121,7 @@ class PanelPass:
         away = -self.pairs[rows]
         self.loss += softplus(away).sum()
         by_pair = self.by_pair[rows] = away.sigmoid_().neg_()
-        if self.needs_bias:
+        if self.by_bias is not None:
             self.by_bias += weights.sum() + by_pair.sum()
         return weights
 
@@ -136,16 +137,17 @@ class PanelPass:
         differences = negatives.sub_(self.pairs[rows])
         self.loss += softplus(differences).sum()
         lost = differences.sigmoid_()
+        by_pair = torch.neg(lost, out=self.by_pair[rows])
         smoothing = self.config.smoothing
-        self.by_pair[rows] = smoothing - lost
         if smoothing:
+            by_pair += smoothing
             every = self.scale * self._sum(self.q[rows]).dot(self._sum(self.joined))
             self.loss += smoothing * (self.pairs[rows].sum() - every / len(self.joined))
         return weights.mul_(lost.unsqueeze(1)) if self.config.needs_grad else weights
 
     def _start_keys(self, by_key: KeySums, *, overlaps: bool) -> None:
         """Add to the gradients of keys what products leave out, and send them, with the loss."""
-        smoothing, gain = self.config.smoothing, self.config.mean_factor * self.scale
+        smoothing, gain = self.config.smoothing, self.gain
         for block in by_key.blocks() if smoothing else ():
             block.sub_(smoothing / len(self.joined) * gain * self._sum(self.q))
         if self.narrow:
@@ -173,11 +175,11 @@ class PanelPass:
             self._finish_queries(by_query)
             if needed[2]:
                 by_scale = torch.dot(by_query.flatten(), self.q.to(self.dtype).flatten()) * factor
-            by_query = by_query.mul_(factor * self.scale) if needed[0] else None
+            by_query = by_query.mul_(self.gain) if needed[0] else None
         own = None
         if by_key is not None:
             own, loss = by_key.wait()
         elif layout.world > 1:
             loss = all_reduce(loss, group=layout.group, grad="none")
-        by_bias = self.by_bias * factor if self.needs_bias else None
+        by_bias = None if self.by_bias is None else self.by_bias * factor
         return loss * factor, (by_query, own if needed[1] else None, by_scale, by_bias)
