@@ -2,7 +2,7 @@
 
     python benchmarks/loss_sizes.py [--loss clip siglip] [--dtype bfloat16] [--width 512] [--tf32]
                                     [--pairs 256 512 ... 131072] [--repeats 30] [--json FILE]
-                                    [--without compiled]
+                                    [--without compiled] [--no-errors]
 
 A step is forward and backward; its time is that between two CUDA events, and includes the host if
 the device waits for it. Implementations take turns in a new random order for each round, and one
@@ -178,6 +178,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--tf32", action="store_true")
     parser.add_argument("--without", nargs="+", default=[], help="implementations to leave out")
+    parser.add_argument("--no-errors", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = args.tf32
@@ -201,7 +202,7 @@ def main() -> None:
                         "".join(f"{shown(found.get(n)):>14}" for n in implementations), flush=True
                     )
                     results.append({"loss": loss, "dtype": dtype, "D": width, "B": pairs, **found})
-                if not args.repeats:
+                if not args.repeats or args.no_errors:
                     continue
                 off = errors(implementations, formula, inputs_of(loss, 2048, width, kind, 1))
                 for name, each in off.items():

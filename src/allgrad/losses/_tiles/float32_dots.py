@@ -5,7 +5,7 @@ joined to one matrix product, the small ones first:
 
     [ q3 q1 q2 q2 q1 q1 ] @ [ k1 k3 k2 k1 k2 k1 ].T
 
-An H200 takes less than half of the time of its float32 units for it. Tensor cores cut off what they add, so
+An H200 takes half of the time of its float32 units for it. Tensor cores cut off what they add, so
 the sum of the large products is made of short ones. Gradients sum up thousands of numbers: theirs stay
 torch's own.
 """
