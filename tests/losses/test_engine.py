@@ -12,11 +12,14 @@ from allgrad.losses import (
     _whole_pass,
     clip_loss,
     info_nce_loss,
+    maxsim_loss,
+    multiple_negatives_loss,
     siglip_loss,
+    supcon_loss,
 )
 from allgrad.losses._tiles import torch as torch_tiles
 from counting import Counted
-from exactness import place
+from exactness import place, random
 from losses.pairs import LOSSES, NEGATIVES, PAIRS, SATURATED, batch, saturated
 from places import on
 
@@ -314,6 +317,25 @@ def test_numbers_after_inference_mode_and_fake_tensors(rank, world):
     after = siglip_loss(q, k, 20.0, -10.0, sizes="equal")
     after.backward()
     assert torch.equal(before, after.detach())
+
+
+@pytest.mark.parametrize("dtypes", [("float16", "bfloat16"), ("bfloat16", "float16")])
+@pytest.mark.ranks(2)
+def test_autocast_to_the_other_16_bits(rank, world, dtypes):
+    """Torch refuses to join tensors of a 16-bit dtype that is not autocast's."""
+    own, other = (getattr(torch, dtype) for dtype in dtypes)
+    x, ids = random((3, 4), rank).to(own), torch.arange(3)
+    losses = (
+        lambda: info_nce_loss(x, x, 2.0, x),
+        lambda: multiple_negatives_loss(x, x, 2.0, hard_negatives=x),
+        lambda: multiple_negatives_loss(x, x, 2.0, ids=ids),
+        lambda: supcon_loss(x, x, 2.0, ids, ids),
+        lambda: maxsim_loss([x, x], [x, x], 2.0),
+    )
+    for loss in losses:
+        want = loss()
+        with torch.autocast("cpu", other):
+            assert torch.equal(loss(), want)
 
 
 def test_autocast_leaves_the_products_alone():

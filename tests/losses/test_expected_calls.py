@@ -1,10 +1,12 @@
 """A loss that a loop repeats sends its row with the first gather: a message less, and the same errors."""
 
+import itertools
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import allgrad as ag
 from allgrad.collectives.all_reduce import all_reduce
@@ -69,6 +71,22 @@ def test_losses_in_turns_are_expected_too(rank, world):
     )
     made = [messages(step) for _ in range(5) for step in steps]
     assert made[-3:] == [3, 3, 2], made
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_makes_a_call_again_that_was_expected_or_not(rank, world):
+    query, key, ids = inputs(3, rank)
+    want = None
+    for first, other in itertools.permutations(LOSSES.values(), 2):
+        for _ in range(4):
+            query.grad = None
+            again = checkpoint(first, query, key, ids, use_reentrant=False)
+            (again + 0 * other(query, key, ids)).backward()
+            got, query.grad = query.grad, None
+            first(query, key, ids).backward()
+            want = query.grad
+            torch.testing.assert_close(got, want)
+    assert want is not None
 
 
 @pytest.mark.ranks(3)

@@ -12,7 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import allgrad as ag
 from allgrad.errors import InputError
-from allgrad.losses import ClipLoss, clip_loss, grad_cache_step, reference
+from allgrad.losses import (
+    ClipLoss,
+    KeyQueue,
+    clip_loss,
+    grad_cache_step,
+    multiple_negatives_loss,
+    reference,
+)
 from exactness import random
 
 NEAR = {"rtol": 1e-10, "atol": 1e-13}
@@ -220,6 +227,23 @@ def test_statistics_of_batch_norm_move_once(rank, world):
     assert model.norm.num_batches_tracked.item() == len(batches)
     torch.testing.assert_close(model.norm.running_mean, plain.norm.running_mean, **NEAR)
     torch.testing.assert_close(model.norm.running_var, plain.norm.running_var, **NEAR)
+
+
+@pytest.mark.ranks(2)
+def test_what_the_loss_does_to_buffers_stays(rank, world):
+    model = Normed()
+    model.queue = KeyQueue(64, 4, dtype=torch.float64)
+    counts = ((3, 2, 4), (5,))
+
+    def loss(image, text, scale):
+        value = multiple_negatives_loss(image, text, scale, queue=model.queue)
+        model.queue.push(text)
+        return value
+
+    for step in (1, 2):
+        grad_cache_step(model, pairs(counts[rank], rank), loss)
+        assert model.queue.count.item() == step * sum(map(sum, counts))
+    assert model.norm.num_batches_tracked.item() == 2 * len(counts[rank])
 
 
 class WithVectorScale(Towers):

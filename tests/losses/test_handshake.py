@@ -80,6 +80,12 @@ def test_mistake_in_a_bias_or_in_negatives_raises_on_all(rank, world):
 
 
 @pytest.mark.ranks(3)
+def test_a_bias_on_some_ranks_only_raises_on_all(rank, world):
+    with pytest.raises(InputError, match="must give a bias, or none"):
+        siglip_loss(GOOD, GOOD, 1.0, None if rank == 1 else 0.5)
+
+
+@pytest.mark.ranks(3)
 def test_options_must_agree(rank, world):
     for options in (
         {"grad_reduction": "sum"},

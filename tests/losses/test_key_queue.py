@@ -55,8 +55,11 @@ def test_push_before_backward_leaves_the_gradient(rank, world):
     want, q.grad = q.grad, None
     loss = multiple_negatives_loss(q, k, 5.0, queue=queue)
     queue.push(k)
-    loss.backward()
+    loss.backward(retain_graph=True)
     assert torch.equal(q.grad, want)
+    for graph in (False, True):  # computed again
+        (again,) = torch.autograd.grad(loss, q, retain_graph=True, create_graph=graph)
+        torch.testing.assert_close(again, want)
     assert not queue.features.requires_grad
 
 

@@ -103,6 +103,36 @@ def test_one_set_of_samples_leaves_out_each_sample_itself(rank, world):
     check_loss(None, run, whole, [features(counts, 10)], [SCALE])
 
 
+@pytest.mark.ranks(2)
+def test_what_changes_after_the_call_is_not_seen(rank, world):
+    """Neither keys that are pushed nor ids that are overwritten, however often backward runs."""
+    q, k = (leaf(features((3,), seed + rank)[0]) for seed in (1, 5))
+    queue = KeyQueue(8, 5, ids=True, dtype=torch.float64)
+    queue.push(features((2,), 9)[0], torch.arange(2))
+    want = []
+    for change in (False, True):
+        ids = torch.tensor([0, 1, 0])
+        loss = supcon_loss(q, k, 5.0, ids, ids, queue=queue)
+        if change:
+            ids.copy_(torch.tensor([5, 6, 7]))
+            queue.push(k.detach(), ids)
+        for graph in (False, False, True):
+            (got,) = torch.autograd.grad(loss, q, retain_graph=True, create_graph=graph)
+            want.append(got.detach())
+    for other in want[1:]:
+        torch.testing.assert_close(other, want[0])
+
+
+def test_a_query_whose_positives_weigh_nothing_does_not_count():
+    q, k = features((3, 3), 1)
+    ids, weights = torch.arange(3), torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
+    given = q, k, SCALE, ids, ids
+    want = reference.supcon(*given, key_weights=weights)
+    torch.testing.assert_close(supcon_loss(*given, key_weights=weights), want)
+    others = reference.supcon(q[1:], k, SCALE, ids[1:], ids, key_weights=weights)
+    torch.testing.assert_close(want, others)
+
+
 def test_one_positive_for_each_query_is_siglip():
     (q,), (k,) = features((6,), 1), features((6,), 2)
     got = sigmoid_supcon_loss(q, k, SCALE, torch.arange(6), torch.arange(6), bias=BIAS)

@@ -234,3 +234,6 @@ def test_with_sizes_given_a_mistake_of_one_rank_raises_on_every_rank(rank, world
             call = partial(cross_entropy, *used, sizes=(3, 3, 3), label_smoothing=smoothing)
             own = text if rank == 1 else "the arguments of rank 1 are wrong"
             raises_everywhere(InputError, call, "cross_entropy: ", own)
+    bias = [1.0, 2.0, 3.0] if rank == 1 else torch.zeros(3, dtype=torch.float64)
+    with pytest.raises(AttributeError if rank == 1 else InputError):
+        cross_entropy(*good, bias=bias, sizes=(3, 3, 3))

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -27,6 +28,14 @@ def attention(q, k, v, *, causal, scale=None):
         return scaled_dot_product_attention(
             q, k, v, is_causal=causal, scale=scale, enable_gqa=q.dim() > 2
         )
+
+
+def plain(q, k, v, *, causal):
+    """The formula, for ranks: torch's choice of kernels cannot be sent to them."""
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if causal:
+        scores = scores.where(torch.ones_like(scores).tril() > 0, -torch.inf)
+    return scores.softmax(-1) @ v
 
 
 def attend(group, kind, shares, causal, heads, scale):
@@ -253,6 +262,64 @@ def test_alone_two_derivatives_of_torchs_kernel(kind, inputs, width):
 
     for got, want in zip(twice(of(KINDS[kind]), xs), twice(of(attention), xs), strict=True):
         close(got, want, "a derivative")
+
+
+@both
+@pytest.mark.parametrize("width", [8, 5])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 2)])
+@pytest.mark.ranks(2)
+def test_second_derivatives_by_some_inputs(rank, world, kind, width, wanted):
+    """In an own group of one torch's kernel is next to the result; on two ranks keys always need a gradient."""
+    whole = [leaf(random((1, 2, 6, width), seed)) for seed in range(3)]
+
+    def penalty(attend, inputs):
+        y = attend(*inputs)
+        slopes = torch.autograd.grad(y.sin().sum(), [inputs[i] for i in wanted], create_graph=True)
+        return slopes, sum(g.square().sum() for g in slopes)
+
+    slopes, value = penalty(lambda *xs: plain(*xs, causal=False), whole)
+    want = torch.autograd.grad(value, whole, materialize_grads=True)
+    alone, _ = dist.new_subgroups(1)
+    for group, pieces in ((alone, 1), (None, 2)):
+        own = [leaf(x.chunk(pieces, 2)[rank if group is None else 0]) for x in whole]
+        found, value = penalty(lambda *xs: KINDS[kind](*xs, group=group), own)  # noqa: B023
+        got = torch.autograd.grad(value, own, materialize_grads=True)
+        for a, b in zip([*found, *got], [*slopes, *want], strict=True):
+            close(a, b.chunk(pieces, 2)[rank if group is None else 0], "a derivative")
+
+
+@both
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.ranks(2)
+def test_compiled_beside_eager(rank, world, kind, dynamic):
+    torch._dynamo.reset()
+
+    def attend(q, sizes):
+        return KINDS[kind](q, q, q, causal=True, sizes=sizes)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for sizes in ((3, 4), (2, 5)):
+        x = leaf(random((1, 2, sum(sizes), 8), 0))
+        want = plain(x, x, x, causal=True)
+        own = leaf(x.split(sizes, 2)[rank])
+        y = (compiled if rank else attend)(own, sizes)
+        close(y, want.split(sizes, 2)[rank], "the output")
+        (got,) = derivatives(y.sin().sum(), [own])
+        close(got, derivatives(want.sin().sum(), [x])[0].split(sizes, 2)[rank], "the gradient")
+
+
+@both
+@pytest.mark.parametrize("lengths", [(2, 2, 2), (2, 0, 2)])
+@pytest.mark.ranks(3)
+def test_under_a_checkpoint(rank, world, kind, lengths):
+    """A rank that sees none of the last keys computes them again when the others do."""
+    for causal in (False, True):
+        x = leaf(random((1, 2, sum(lengths), 8), 0))
+        want = derivatives(plain(x, x, x, causal=causal).sin().sum(), [x])[0]
+        own = leaf(x.split(lengths, 2)[rank])
+        y = checkpoint(KINDS[kind], own, own, own, causal=causal, use_reentrant=False)
+        (got,) = derivatives(y.sin().sum(), [own])
+        close(got, want.split(lengths, 2)[rank], "the gradient")
 
 
 def test_alone_under_autocast_and_checkpoint():

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import allgrad as ag
@@ -148,8 +149,8 @@ def test_batch_without_samples_changes_no_statistics(rank, world):
     ours, _ = both(2, None)
     before = {k: v.clone() for k, v in ours.state_dict().items()}
     assert ours(torch.zeros(0, 3, 2, 2, dtype=torch.float64)).shape == (0, 3, 2, 2)
-    for key in ("running_mean", "running_var"):
-        close(ours.state_dict()[key], before[key], key)
+    for key, value in before.items():
+        close(ours.state_dict()[key], value, key)
     ours(torch.full((int(rank == 1), 3, 1, 1), 7.0, dtype=torch.float64))
     close(ours.running_var, before["running_var"], "the variance of one value")
 
@@ -254,6 +255,38 @@ def test_convert_of_a_norm_that_is_used_twice(rank, world):
     close(ours[0].running_var, norm.running_var, "running_var")
 
 
+@pytest.mark.ranks(2)
+def test_average_of_all_batches_leaves_out_an_empty_one(rank, world):
+    ours, plain = both(1, None, momentum=None)
+    ours(torch.zeros(0, 3, dtype=torch.float64))
+    x = pieces_of(world, "ragged", SHAPES[1], 0)
+    ours(x[rank])
+    plain(torch.cat(x))
+    for key, value in plain.state_dict().items():
+        close(ours.state_dict()[key], value, key)
+
+
+@pytest.mark.parametrize("missing", [["num_batches_tracked"], ["running_mean", "running_var"]])
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_buffers_that_were_taken_away(missing, momentum):
+    """As with torch's own: statistics of the batch, and no average of all batches."""
+    plain = nn.BatchNorm1d(3, momentum=momentum).double()
+    for name in missing:
+        setattr(plain, name, None)
+    ours, x = convert(copy.deepcopy(plain)), random((4, 3), 0)
+    close(ours(x), plain(x), "the output")
+    for key, value in plain.state_dict().items():
+        if key != "num_batches_tracked":  # torch counts what it does not track
+            close(ours.state_dict()[key], value, key)
+
+
+@pytest.mark.ranks(1)
+def test_convert_keeps_groups_unless_given_one(rank, world):
+    norm = SyncBatchNorm(3)
+    assert convert(nn.Sequential(norm))[0] is norm
+    assert convert(nn.Sequential(norm), group=dist.group.WORLD)[0] is not norm
+
+
 class WithReLU(nn.BatchNorm2d):
     def forward(self, x):
         return super().forward(x).relu()
@@ -264,6 +297,11 @@ def test_convert_refuses_what_is_more_than_a_batch_norm():
     with pytest.raises(InputError, match=r"1\.0, a WithReLU, has a forward of its own"):
         convert(module)
     assert type(module[0]) is nn.BatchNorm2d
+    computed = torch.nn.utils.parametrize.register_parametrization(
+        nn.BatchNorm1d(3), "weight", nn.Identity()
+    )
+    with pytest.raises(InputError, match="parameters that are computed"):
+        convert(computed)
     with pytest.raises(
         InputError, match="the module, a LazyBatchNorm1d, does not know its features"
     ):

@@ -48,6 +48,22 @@ def test_factor_is_what_is_measured(rank, world, kind, dtype):
             torch.testing.assert_close(got / said.factor, want.grad)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_inside_other_modules_and_compiled(rank, world, kind):
+    for change, factor in ((nn.Identity(), 0.5), (sum_gradients, 1)):
+        for around in (torch.compile, nn.Sequential, lambda m: torch.compile(nn.Sequential(m))):
+            said = gradient_scale(around(change(wrapped(kind, torch.float64, world))))
+            assert said == gradient_scale(change(wrapped(kind, torch.float64, world)))
+            assert said.factor == factor
+    assert gradient_scale(sum_gradients(torch.compile(wrapped(kind, torch.float64, world)))) == said
+    mixed = nn.Sequential(wrapped(kind, torch.float64, world), nn.Linear(3, 1))
+    with pytest.raises(InputError, match="wrapped in different ways"):
+        gradient_scale(mixed)
+    mixed[1].requires_grad_(False)
+    assert gradient_scale(mixed).factor == 1 / world
+
+
 def test_other_wrappers_are_known_by_name():
     assert gradient_scale(net()).factor == 1
     alone = "no wrapper: .grad is 1 times this rank's own part; nothing is summed."

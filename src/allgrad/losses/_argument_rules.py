@@ -124,6 +124,14 @@ def _bad_scalar(args: RankArgs, _: RankArgs) -> str | None:
     return None
 
 
+def _given(args: RankArgs) -> tuple[bool, ...]:
+    return tuple(spec.given != "none" for spec in args.scalars)
+
+
+def _other_scalars(args: RankArgs, model: RankArgs) -> str | None:
+    return None if _given(args) == _given(model) else "another choice"
+
+
 _RULES = (
     Rule(
         InputError,
@@ -163,5 +171,12 @@ _RULES = (
         "scale and bias must be single finite numbers.",
         _bad_scalar,
         "Give a finite number, or a tensor of one element.",
+    ),
+    Rule(
+        InputError,
+        "all ranks must give a bias, or none.",
+        _other_scalars,
+        "Give each rank the same scale and bias.",
+        _given,
     ),
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from allgrad._core.torch_internals import functorch_active, transform_names
 from allgrad.errors import InputError
+from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._config import LossConfig
 from allgrad.losses._config_cache import recall, remember, signature
 from allgrad.losses._engine import contrastive_loss
@@ -96,7 +97,10 @@ def global_loss(
         )
         remember(key, config)
     q, *keys = (x for x in given if x is not None)
-    k = keys[0] if len(keys) == 1 else torch.cat([x.flatten(0, -2) for x in keys])
+    k = keys[0]
+    if len(keys) > 1:
+        flat = [x.flatten(0, -2) for x in keys]
+        k = outside_autocast(torch.cat, flat, device=q.device.type)
     scale, *others = numbers.values()
     assert scale is not None
     return contrastive_loss(config, q, k, scale, others[0] if others else None)

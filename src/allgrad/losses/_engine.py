@@ -38,8 +38,9 @@ from allgrad._autograd.backward_order import current_chain
 from allgrad._autograd.transforms import ANCHOR, is_plain_autograd
 from allgrad._core.torch_internals import never_traced
 from allgrad._wire import primitives as wire
+from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._first_order import Inputs, Kept, first_gradients, loss_value
-from allgrad.losses._modes import first_order, loss_in_transform, outside_autocast
+from allgrad.losses._modes import first_order, loss_in_transform
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from allgrad._core.torch_internals import never_traced
 from allgrad._wire import primitives as wire
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.all_reduce import all_reduce
+from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._key_blocks import KeyLayout, reduce_sums
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
@@ -55,6 +56,10 @@ class GlobalMean:
 
     def __call__(self, *own: Tensor) -> Tensor:
         """The mean of all ranks, on every rank; ``own`` are tensors that stay on this rank."""
+        device = own[0].device.type
+        return outside_autocast(self._compute, *own, device=device)  # type: ignore[no-any-return]
+
+    def _compute(self, *own: Tensor) -> Tensor:
         if not is_plain_autograd() or len(self.packing.sizes) == 1:
             return self._mean(self.packing.gather_apart(self.group), *own)
         message = self.packing.pack()
@@ -67,7 +72,9 @@ class GlobalMean:
 
     def step_by_step(self, message: Tensor, *own: Tensor) -> Tensor:
         """The mean, of which autograd sees every step."""
-        received = all_gather(message, sizes=self.packing.sizes, group=self.group)
+        received = all_gather(
+            self.packing.with_row(message), sizes=self.packing.sizes, group=self.group
+        )
         self.packing.confirm(received)
         return self._mean(self.packing.unpack(received), *own)
 
@@ -85,7 +92,8 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: GlobalMean, anchor: Tensor, message: Tensor, *own: Tensor) -> Tensor:  # noqa: ARG004
         ctx.how, ctx.call = how, wire.resolve(how.name, how.group)
-        received = all_gather(message, sizes=how.packing.sizes, group=how.group, grad="none")
+        sent = how.packing.with_row(message)
+        received = all_gather(sent, sizes=how.packing.sizes, group=how.group, grad="none")
         how.packing.confirm(received)
         call_order.register(ctx, ctx.call, message)
         inputs = [x.detach().requires_grad_() for x in (received, *own)]
@@ -103,9 +111,12 @@ class _Mean(torch.autograd.Function):
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         kept, ctx.kept = ctx.kept, None
         if torch.is_grad_enabled() or kept is None:  # create_graph=True, or a graph kept for more
-            return None, None, *_in_steps(ctx.how, saved, needed, by_mean)
+            device = by_mean.device.type
+            found = outside_autocast(_in_steps, ctx.how, saved, needed, by_mean, device=device)
+            return None, None, *found
         sums, inputs, factors = kept
-        return None, None, *_in_one_message(ctx.how, sums, inputs, factors, needed, by_mean)
+        own, *others = _in_one_message(ctx.how, sums, inputs, factors, needed, by_mean)
+        return None, None, own[: len(saved[0])], *others  # without the row of the agreement
 
 
 def _in_one_message(  # noqa: PLR0917
@@ -115,7 +126,7 @@ def _in_one_message(  # noqa: PLR0917
     factors: Tensor,
     needed: Sequence[bool],
     by_mean: Tensor,
-) -> list[Tensor | None]:
+) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
     # This rank's own weight, for as long as gradients are in 16 bits: a loss scale keeps small ones.
     own_weight = torch.where(by_mean == 0, 1, by_mean)
     wanted = [inputs[0], *(x for x, n in zip(inputs[1:], needed[1:], strict=True) if n)]
@@ -133,7 +144,7 @@ def _in_one_message(  # noqa: PLR0917
     times_total = iter(
         (x * total.to(x.device)).to(like.dtype) for x, like in zip(others, found[1:], strict=True)
     )
-    return [own, *(next(times_total) if n else None for n in needed[1:])]
+    return own, *(next(times_total) if n else None for n in needed[1:])
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -18,11 +18,11 @@ from allgrad._autograd.backward_order import current_chain
 from allgrad._autograd.transforms import ANCHOR, mode_anchor
 from allgrad._core.torch_internals import never_traced
 from allgrad.errors import ModeError
+from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._first_order import Inputs, Kept, first_gradients, loss_value
 from allgrad.losses._second_order import directional_derivative, second_gradients
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import TypeAlias
 
     from torch import Tensor
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Gradients: TypeAlias = tuple[Tensor | None, ...]
 
-__all__ = ["first_order", "loss_in_transform", "no_vmap", "outside_autocast"]
+__all__ = ["first_order", "loss_in_transform", "no_vmap"]
 
 _ALL = (True,) * 4
 
@@ -56,14 +56,6 @@ def first_order(
         )
     found: Gradients = _FirstGradients.apply(config, forward, ANCHOR, *x, by_loss)  # type: ignore[no-untyped-call]
     return found
-
-
-def outside_autocast(compute: Callable[..., Any], *args: Any, device: str) -> Any:
-    """Call it without autocast, which would change the products."""
-    if not torch.is_autocast_enabled(device):
-        return compute(*args)
-    with torch.autocast(device, enabled=False):
-        return compute(*args)
 
 
 class _Mode(torch.autograd.Function):

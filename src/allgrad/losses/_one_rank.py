@@ -15,11 +15,12 @@ from torch import Tensor
 
 from allgrad._autograd.transforms import is_plain_autograd
 from allgrad._wire.groups import find_group
+from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._config import LossConfig
 from allgrad.losses._first_order import Inputs, Kept, one_rank
 from allgrad.losses._fused_pass import FUSED_DTYPES, kept_scores
 from allgrad.losses._key_blocks import KeyLayout
-from allgrad.losses._modes import first_order, outside_autocast
+from allgrad.losses._modes import first_order
 from allgrad.losses._tiles.torch import has_triton
 
 if TYPE_CHECKING:

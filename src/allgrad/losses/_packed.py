@@ -43,7 +43,7 @@ class Packing:
     """
 
     def __init__(self, parts: Sequence[Part], agreed: Agreement) -> None:
-        """A message of these parts, with this rank's row of the agreement if it has one."""
+        """A message of these parts, and of this rank's row of the agreement if it has one."""
         self.parts, self.dtype, self.agreed = parts, parts[0].own.dtype, agreed
         self.per_row = [self._elements_per_row(part.own) for part in parts]
         by_rank = zip(*(part.rows for part in parts), strict=True)
@@ -63,14 +63,19 @@ class Packing:
         return width if x.is_floating_point() else width * (8 // self.dtype.itemsize)
 
     def pack(self) -> Tensor:
-        """The message of this rank; its floating-point parts are differentiable."""
+        """The parts of this rank; floating-point ones are differentiable."""
         flat = [part.own.reshape(-1) for part in self.parts]
         if not any(map(len, flat)):
             # Torch cuts the graph of the gradient behind a cat of nothing, and this rank would not
             # take part in the second derivative (the kind "empty" of the tests).
-            joined = sum((x for x in flat[1:] if x.is_floating_point()), start=flat[0])
-        else:
-            joined = torch.cat([x if x.is_floating_point() else x.view(self.dtype) for x in flat])
+            return sum((x for x in flat[1:] if x.is_floating_point()), start=flat[0])
+        return torch.cat([x if x.is_floating_point() else x.view(self.dtype) for x in flat])
+
+    def with_row(self, joined: Tensor) -> Tensor:
+        """The message: the parts and the row, which not every call has.
+
+        What autograd saves is without it: a checkpoint may make the call again in another way.
+        """
         if self.agreed.row is None:
             return joined
         # As rows of a matrix, because of the same cut.

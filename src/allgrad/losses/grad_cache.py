@@ -64,7 +64,8 @@ def grad_cache_step(
     extra = _most_micro_batches(len(micro_batches), group) - len(micro_batches)
     called = (encode, *models)
     wrapped = [m for m in called if hasattr(m, "no_sync")]
-    buffers = _Buffers([m for m in called if isinstance(m, nn.Module)])
+    modules = [m for m in called if isinstance(m, nn.Module)]
+    buffers = _Buffers(modules)
     devices = _devices()
     states, outputs = [], []
     with torch.no_grad(), _no_sync(wrapped):
@@ -74,6 +75,7 @@ def grad_cache_step(
         with torch.random.fork_rng(devices):
             for _ in range(extra):
                 encode(micro_batches[-1])
+    buffers.restore()
 
     is_scalar = _find_scalars(outputs) if scalars is None else _named_scalars(outputs[0], scalars)
     joined = _join(outputs, is_scalar)
@@ -82,14 +84,15 @@ def grad_cache_step(
     gradients = _split_gradients(joined, outputs, is_scalar)
 
     last = len(micro_batches) - 1
+    if extra:  # the loss may have changed them, a queue of keys for one
+        buffers = _Buffers(modules)
     with torch.random.fork_rng(devices):
         # Not at the end: gradients are synchronised there, on all ranks in the same pass.
         with _no_sync(wrapped):
             for _ in range(extra):
-                buffers.restore()
                 none = [None if g is None else torch.zeros_like(g) for g in gradients[last]]
                 _Output(encode(micro_batches[-1])).backward(none)
-        buffers.restore()
+                buffers.restore()
         for number, batch in enumerate(micro_batches):
             with _no_sync(wrapped if number < last else []):
                 _set_random_state(devices, states[number])

@@ -12,11 +12,12 @@ from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import InputError, PieceMismatch
 from allgrad.losses._agreement import CallSpec, agree, require
 from allgrad.losses._feature_checks import check_features, check_per_row
+from allgrad.losses._relations import Keys
 
 if TYPE_CHECKING:
     from allgrad.types import GroupLike
 
-__all__ = ["KeyQueue", "QueuedKeys", "check_queue"]
+__all__ = ["KeyQueue", "QueuedKeys", "check_queue", "queued_keys"]
 
 
 class _Queued:
@@ -55,6 +56,13 @@ def check_queue(queue: object, features: Tensor) -> None:
     )
     assert isinstance(queue, _Queued)
     queue.check_width(features)
+
+
+def queued_keys(queue: _Queued | None, first: int, like: Tensor) -> list[Keys]:
+    """The columns of a queue as it is now: what is pushed later is not seen."""
+    if queue is None:
+        return []
+    return [Keys(queue.features.to(like), queue.ids, first, filled=queue.filled)]
 
 
 class QueuedKeys(_Queued):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from allgrad.errors import InputError, PieceMismatch, TensorError
 from allgrad.losses._agreement import CallSpec, agree_and, require
+from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._each_row import MASKED, row_losses, terms_of, weighted_sums
 from allgrad.losses._feature_checks import check_number, check_reduction, number
 from allgrad.losses._global_mean import GlobalMean
@@ -248,7 +249,8 @@ def _pack_list(name: str, xs: Sequence[Tensor], mask: Tensor | None) -> _Samples
         f"{name} is not a list of floating-point (tokens, width) of one width and dtype.",
         "Give each sample as (tokens, width).",
     )
-    return _with_tokens(name, _Samples(torch.cat(list(xs)), [len(x) for x in xs]))
+    tokens = outside_autocast(torch.cat, list(xs), device=xs[0].device.type)
+    return _with_tokens(name, _Samples(tokens, [len(x) for x in xs]))
 
 
 def _with_tokens(name: str, samples: _Samples) -> _Samples:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from allgrad.errors import InputError, PieceMismatch
 from allgrad.losses._agreement import CallSpec, agree_and, require
+from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._each_row import weighted_sums
 from allgrad.losses._feature_checks import (
     check_features,
@@ -21,7 +22,7 @@ from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._packed import Packing, Part
 from allgrad.losses._relations import Keys, Queries, Relation, score_rows
-from allgrad.losses.key_queue import check_queue
+from allgrad.losses.key_queue import check_queue, queued_keys
 
 if TYPE_CHECKING:
     from allgrad.losses._agreement import Agreement
@@ -66,7 +67,7 @@ def multiple_negatives_loss(
     Gradient and cost: see ``supcon_loss``; ``symmetric`` doubles what is sent and computed, not the messages.
     """
     features = {"query": query, "key": key, "hard_negatives": hard_negatives}
-    own_ids = {"ids": ids, "hard_negative_ids": hard_negative_ids}
+    all_ids = {"ids": ids, "hard_negative_ids": hard_negative_ids}
 
     def check() -> CallSpec:
         check_features(features, optional=["hard_negatives"])
@@ -101,8 +102,7 @@ def multiple_negatives_loss(
             )
         relation = Relation(by_ids=False, margin=margin)
         keys = tuple(a + b for a, b in agreed.counts)
-        candidates = key if hard_negatives is None else torch.cat([key, hard_negatives])
-        parts = [Part(candidates, keys)]
+        parts = [Part(_candidates(key, hard_negatives), keys)]
         if ids is not None:
             its = [ids] if hard_negative_ids is None else [ids, hard_negative_ids]
             parts.append(Part(torch.cat(its).long(), keys))
@@ -110,6 +110,9 @@ def multiple_negatives_loss(
             parts.append(Part(query, pairs))
             if ids is not None:
                 parts.append(Part(ids.long(), pairs))
+        # As they are now: backward computes with them again.
+        own_ids = None if ids is None else ids.long().clone()
+        earlier = queued_keys(queue, sum(keys), query)
 
         def direction(
             rows: Tensor, joined: list[Tensor], sizes: tuple[int, ...], factor: Tensor, old: bool
@@ -119,10 +122,9 @@ def multiple_negatives_loss(
             first = sum(sizes[: agreed.rank])
             own = torch.arange(first, first + len(rows), device=rows.device)
             blocks = [Keys(columns, column_ids[0] if column_ids else None, 0)]
-            if queue is not None and old:
-                earlier = queue.features.to(rows)
-                blocks.append(Keys(earlier, queue.ids, sum(sizes), filled=queue.filled))
-            queries = Queries(rows, None if ids is None else ids.long(), own)
+            if old:
+                blocks += earlier
+            queries = Queries(rows, own_ids, own)
             return score_rows("softmax", relation, queries, blocks, factor)
 
         def sums(
@@ -139,7 +141,14 @@ def multiple_negatives_loss(
         return mean(query, key, number(scale), *(() if weights is None else (weights,)))
 
     name = "multiple_negatives_loss"
-    return agree_and(name, {**features, **own_ids, "scale": scale}, check, group, compute)
+    return agree_and(name, {**features, **all_ids, "scale": scale}, check, group, compute)
+
+
+def _candidates(key: Tensor, hard_negatives: Tensor | None) -> Tensor:
+    if hard_negatives is None:
+        return key
+    both = [key, hard_negatives]
+    return outside_autocast(torch.cat, both, device=key.device.type)  # type: ignore[no-any-return]
 
 
 def _check_both_sides(

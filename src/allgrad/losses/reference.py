@@ -48,7 +48,7 @@ def cross_entropy(
     """Torch's own, of all words' logits."""
     logits = functional.linear(hidden, weight, bias)
     losses = functional.cross_entropy(
-        logits.flatten(0, -2),
+        logits.reshape(-1, logits.shape[-1]),
         targets.flatten(),
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
@@ -98,7 +98,7 @@ def supcon(
     among = scores.masked_fill(~(positive | negative), -torch.inf)
     log_probabilities = scores - among.logsumexp(1, keepdim=True)
     losses = -_positive_mean(log_probabilities, positive, key_weights)
-    counted = positive.any(1)
+    counted = (positive if key_weights is None else positive & (key_weights > 0)).any(1)
     weight = torch.ones_like(losses) if query_weights is None else query_weights
     return (weight * losses)[counted].sum() / weight[counted].sum()
 

@@ -20,7 +20,7 @@ from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._packed import Packing, Part
 from allgrad.losses._relations import Keys, Queries, Relation, score_rows
-from allgrad.losses.key_queue import check_queue
+from allgrad.losses.key_queue import check_queue, queued_keys
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -194,14 +194,15 @@ def _several_positives(  # noqa: PLR0917
             parts.append(Part(key_weights.to(common), sizes))
         first = sum(sizes[: agreed.rank])
         own = torch.arange(first, first + len(query), device=query.device)
+        # As they are now: backward computes with them again.
+        own_ids = query_ids.long().clone()
+        earlier = queued_keys(queue, sum(sizes), query)
 
         def sums(joined: list[Tensor], query: Tensor, *others: Tensor) -> Tensor:
             keys, ids, *weights = joined
-            rows = Queries(query, query_ids.long(), own if relation.exclude_self else None)
-            columns = [Keys(keys.to(key.dtype), ids, 0, weights[0] if weights else None)]
-            if queue is not None:
-                old = queue.features.to(query)
-                columns.append(Keys(old, queue.ids, sum(sizes), filled=queue.filled))
+            rows = Queries(query, own_ids, own if relation.exclude_self else None)
+            new = Keys(keys.to(key.dtype), ids, 0, weights[0] if weights else None)
+            columns = [new, *earlier]
             scalars, its_weights = others[: len(numbers)], others[len(numbers) :]
             losses, has_positive = score_rows(kind, relation, rows, columns, *scalars)
             counted = has_positive if kind == "softmax" else torch.ones_like(has_positive)

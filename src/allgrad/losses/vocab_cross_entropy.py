@@ -127,9 +127,12 @@ def cross_entropy(
             if targets.device.type == "cpu":  # on a device it would be a wait
                 _, low, high = _summary(targets, ignore_index)
                 _check_range(low, high, sum(words), ignore_index)
-        except InputError as problem:
-            _send_mistake(hidden, 3 if label_smoothing > 0 else 2, group)
-            raise type(problem)(_with_name(problem)) from None
+        except Exception as problem:
+            smoothed = isinstance(label_smoothing, (int, float)) and label_smoothing > 0
+            _send_mistake(hidden, 3 if smoothed else 2, group)
+            if isinstance(problem, InputError):
+                raise type(problem)(_with_name(problem)) from None
+            raise
 
     flat = targets.reshape(-1)
     counted = flat != ignore_index

@@ -117,7 +117,10 @@ def _before_kernel(inputs: Sequence[Tensor], options: _Options, _: Tensor) -> No
         handle.remove()  # a retained graph may run again
         if gradients[0] is None:
             return None
-        return *_gradients_by_formula(inputs, options, gradients[0]), *found[3:]
+        # Torch takes none where it computed none, because nobody asked for it.
+        exact = _gradients_by_formula(inputs, options, gradients[0])
+        kept = (None if old is None else new for old, new in zip(found, exact, strict=False))
+        return *kept, *found[3:]
 
     handle = node.register_hook(by_formula)
 
@@ -150,8 +153,13 @@ def _by_formula(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
 
 
 def nothing_of(*xs: Tensor) -> Tensor:
-    """Zero, linked to the tensors: a rank that needs none of them takes part in their backward."""
-    return torch.stack([x.flatten()[:0].sum() for x in xs]).sum()
+    """Zero, linked to the tensors: a rank that needs none of them takes part in their backward.
+
+    It saves a factor: a checkpoint computes its part again once backward comes to something that was
+    saved, and must come to it before any call, on every rank.
+    """
+    nothing = torch.stack([x.flatten()[:0].sum() for x in xs]).sum()
+    return nothing * nothing.new_ones(())
 
 
 def _in_own_graph(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
@@ -370,7 +378,8 @@ def check_heads(
             f"{own.k_length} keys.\nGive how many keys each rank holds, in rank order."
         )
         refuse(call, group, problem)
-    marks = {rank: p for rank, one in enumerate(by_rank) if (p := one.problem(causal)) is not None}
+    problems = [one.problem(causal) for one in by_rank]
+    marks = {rank: p for rank, p in enumerate(problems) if p is not None}
     rows = [str(one) for one in by_rank] if sizes is None else [str(own)] * place.world
     if marks:
         marks = marks if sizes is None else {place.rank: marks[0]}
@@ -385,6 +394,8 @@ def check_heads(
         if sizes is None:  # every rank has seen it
             raise wrong
         refuse(call, group, wrong)
+    if sizes is not None:
+        return tuple(sizes)
     kinds = [(one.q_heads, one.q_width, one.k_heads, one.v_width, *one[-3:]) for one in by_rank]
     usual = max(kinds, key=kinds.count)
     odd = {rank: "differs" for rank, kind in enumerate(kinds) if kind != usual}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
+from torch.nn.utils.parametrize import is_parametrized
 
 from allgrad._core.held_group import HoldsGroup
 from allgrad.errors import InputError, TensorError
@@ -44,8 +45,8 @@ class SyncBatchNorm(HoldsGroup, nn.BatchNorm1d):
         rank 1   B + via statistics    <---         [ B ]
         rank 2   C + via statistics                 [ C C C ]
 
-    A batch without any sample leaves the running statistics as they are, one of a single value
-    leaves the running variance, which is undefined then.
+    A batch without any sample leaves the running statistics and their count as they are, one of a
+    single value leaves the running variance, which is undefined then.
 
     Cost: one message of 2 C + 1 numbers from each rank to each, forward and backward.
     """
@@ -84,7 +85,7 @@ class SyncBatchNorm(HoldsGroup, nn.BatchNorm1d):
                 x, self.running_mean, self.running_var, self.weight, self.bias, local, 0.0, self.eps
             )
         y, found = normalise(gather_moments(x, self.group), self.weight, self.bias, self.eps)
-        if self.track_running_stats:
+        if self.track_running_stats and self.running_mean is not None:
             self._track(found)
         return y.to(x.dtype)
 
@@ -92,13 +93,12 @@ class SyncBatchNorm(HoldsGroup, nn.BatchNorm1d):
     def _track(self, found: Moments) -> None:
         assert self.running_mean is not None
         assert self.running_var is not None
-        assert self.num_batches_tracked is not None
         mean, squares, number = found
-        self.num_batches_tracked.add_(1)
-        if self.momentum is None:
-            part = self.num_batches_tracked.to(mean.dtype).reciprocal()
-        else:
-            part = mean.new_full((), self.momentum)
+        part = mean.new_full((), self.momentum or 0.0)
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked += number >= 1
+            if self.momentum is None:
+                part = self.num_batches_tracked.clamp(min=1).to(mean.dtype).reciprocal()
         variance = squares / (number - 1).clamp(min=1)
         for running, new, least in ((self.running_mean, mean, 1), (self.running_var, variance, 2)):
             running.lerp_(new.to(running.dtype), (part * (number >= least)).to(running.dtype))
@@ -108,8 +108,9 @@ def convert(module: M, group: GroupLike = None) -> M | SyncBatchNorm:
     """Replace every batch norm of torch inside ``module`` by a ``SyncBatchNorm`` over ``group``.
 
     Parameters and buffers are taken over, not copied. The module itself is changed, and returned;
-    where it is a batch norm, its replacement is. What no SyncBatchNorm can stand for raises: a lazy
-    batch norm without features yet, and a subclass with a forward of its own.
+    where it is a batch norm, its replacement is, without its hooks. A SyncBatchNorm of ours stays as it
+    is, unless a group is given. What no SyncBatchNorm can stand for raises: a lazy batch norm without features
+    yet, one whose parameters are computed, and a subclass with a forward of its own.
     """
     made: dict[nn.Module, SyncBatchNorm] = {}
     # A batch norm may stand in several places (test_convert_of_a_norm_that_is_used_twice).
@@ -120,11 +121,14 @@ def convert(module: M, group: GroupLike = None) -> M | SyncBatchNorm:
                 f"convert: {_named(name, plain)} does not know its features yet.\n"
                 "Run a batch through the module before the call."
             )
+        if isinstance(plain, SyncBatchNorm) and group is None:
+            continue
         if isinstance(plain, _NORMS) and plain not in made:
-            if type(plain).forward not in _FORWARDS:
+            if type(plain).forward not in _FORWARDS or is_parametrized(plain):
                 raise InputError(
-                    f"convert: {_named(name, plain)} has a forward of its own, which a SyncBatchNorm "
-                    "would leave out.\nReplace it by a batch norm of torch and what it adds to one."
+                    f"convert: {_named(name, plain)} has a forward of its own, or parameters that are "
+                    "computed, which a SyncBatchNorm would leave out.\n"
+                    "Replace it by a batch norm of torch and what it adds to one."
                 )
             made[plain] = _converted(plain, group)
     for name, plain in everywhere:

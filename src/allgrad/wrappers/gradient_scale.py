@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from weakref import WeakSet
+
+from torch import nn
 
 from allgrad._wire import wrappers
 from allgrad.errors import InputError
 
-if TYPE_CHECKING:
-    from torch import nn
-
 __all__ = ["GradientScale", "gradient_scale", "sum_gradients"]
 
-M = TypeVar("M", bound="nn.Module")
+M = TypeVar("M", bound=nn.Module)
 
 _summing: WeakSet[nn.Module] = WeakSet()
 
@@ -37,7 +36,8 @@ def gradient_scale(model: nn.Module, *, accumulation: int = 1) -> GradientScale:
         rank 1   B    backward  --->    after sum_gradients       A + B + C
         rank 2   C                      no wrapper                its own part
 
-    ``model`` is a DDP module, an FSDP2 or FSDP1 module, or a DeepSpeed engine. To train on the sum
+    ``model`` is a DDP module, an FSDP2 or FSDP1 module, or a DeepSpeed engine, compiled or not, or holds
+    such modules that have all of its parameters. To train on the sum
     of all ranks' losses, divide the loss by ``factor``. ``accumulation`` is by how much a trainer
     divides the loss: ``accelerator.gradient_accumulation_steps`` of Accelerate; DeepSpeed's own is
     read from the engine.
@@ -47,14 +47,23 @@ def gradient_scale(model: nn.Module, *, accumulation: int = 1) -> GradientScale:
 
     Cost: nothing is sent.
     """
-    kind, ranks = _kind(model)
+    parts, rest = _wrappers_in(model)
+    kinds = {(*_kind(part), part in _summing) for part in parts}
+    if rest:
+        kinds.add(("none", 1, False))
+    if len(kinds) > 1:
+        raise InputError(
+            "gradient_scale: parts of the model are wrapped in different ways, or not at all.\n"
+            "Ask for each part."
+        )
+    ((kind, ranks, sums),) = kinds
     if kind == "none":
         return GradientScale("no wrapper", 1 / accumulation, "nothing is summed.")
-    if model in _summing:
+    if sums:
         return GradientScale(kind, 1 / accumulation, "it sums, as sum_gradients asked it to.")
     why = f"it takes the mean over {ranks} ranks"
     if kind == "DeepSpeed":
-        accumulation *= int(model.gradient_accumulation_steps())  # type: ignore[operator]
+        accumulation *= int(parts[0].gradient_accumulation_steps())  # type: ignore[operator]
     if accumulation > 1:
         why += f", and the loss is divided by {accumulation} accumulation steps"
     return GradientScale(kind, 1 / (ranks * accumulation), f"{why}.")
@@ -76,18 +85,37 @@ def sum_gradients(model: M) -> M:
 
     Cost: none; the mean is the sum with a division.
     """
-    kind, _ = _kind(model)
-    if kind == "DDP":
-        wrappers.sum_in_ddp(model)
+    parts, _ = _wrappers_in(model)
+    kind = _kind(parts[0])[0] if parts else "none"
+    if kind == "DDP" and len(parts) == 1:
+        wrappers.sum_in_ddp(parts[0])
     elif kind == "FSDP2":
-        wrappers.sum_in_fsdp(model)
+        wrappers.sum_in_fsdp(_unwrapped(model))
     else:
         raise InputError(
             f"sum_gradients: {type(model).__name__} is neither a DDP nor an FSDP2 module.\n"
             "Wrap the model first; elsewhere, divide the loss by gradient_scale(model).factor."
         )
-    _summing.add(model)
+    _summing.update(parts)
     return model
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """What torch.compile made its module of."""
+    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+        model = inner
+    return model
+
+
+def _wrappers_in(model: nn.Module) -> tuple[list[nn.Module], bool]:
+    """The modules that synchronise gradients of ``model``, and whether some have none that does."""
+    model = _unwrapped(model)
+    if _kind(model)[0] in {"DDP", "FSDP1", "DeepSpeed"}:
+        return [model], False
+    parts = wrappers.fsdp_modules(model) or [m for m in model.modules() if wrappers.is_ddp(m)]
+    rest = {p for p in model.parameters() if p.requires_grad}
+    rest.difference_update(*(part.parameters() for part in parts))
+    return parts, bool(rest) or not parts
 
 
 def _kind(model: nn.Module) -> tuple[str, int]:

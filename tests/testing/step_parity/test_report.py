@@ -130,6 +130,19 @@ def test_a_step_of_its_own_is_equal_as_it_is(parity):
     assert 1e-12 < report.largest < 1e-4  # float32
 
 
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_adam_makes_no_steps_of_rounding(parity, wrapper):
+    """The bias in front of a batch norm has a gradient of zero, up to rounding."""
+
+    def adam(parameters):
+        return torch.optim.Adam(parameters, lr=1e-2)
+
+    report = parity(
+        lambda: convert(Norms()), batch, right, ranks=2, wrapper=wrapper, make_optimizer=adam
+    )
+    assert report.largest < 1e-12
+
+
 # ---- planted mistakes -----------------------------------------------------------------------
 
 

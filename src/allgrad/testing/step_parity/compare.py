@@ -19,9 +19,19 @@ if TYPE_CHECKING:
 
     Kind: TypeAlias = Literal["gradient", "buffer", "parameter"]
 
-__all__ = ["Difference", "distance", "first_difference", "flat", "relative_difference", "same"]
+__all__ = [
+    "Difference",
+    "distance",
+    "first_difference",
+    "flat",
+    "relative_difference",
+    "rounding_of",
+    "same",
+]
 
-_FLOOR = 1e3  # times the rounding of the largest entry of all tensors
+# Times the rounding of the largest entry of all tensors.
+_FLOOR = 1e3  # sums may differ so much
+_NOTHING = 64  # a gradient of zero comes out so large
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +97,12 @@ def distance(a: Tensor | None, b: Tensor) -> float:
     if not b.numel():
         return 0.0
     return float((a.to(_wide(b)) - b.to(_wide(b))).abs().max())
+
+
+def rounding_of(state: State) -> float:
+    """Entries below this number may be nothing but the rounding of others."""
+    floating = [x for x in state.values() if x.is_floating_point()]
+    return max((_NOTHING * torch.finfo(x.dtype).eps * _largest(x) for x in floating), default=0.0)
 
 
 def flat(state: State, like: State) -> Tensor:
