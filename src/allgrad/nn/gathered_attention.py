@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from allgrad.collectives.all_gather import all_gather
-from allgrad.nn._attention import attend_all, check_heads
+from allgrad.nn._attention import attend_all
+from allgrad.nn._attention_inputs import check_heads
 from allgrad.nn._ranks import find_place
 
 if TYPE_CHECKING:

@@ -10,14 +10,8 @@ import torch
 from allgrad._autograd.transforms import is_plain_autograd
 from allgrad._wire.groups import is_alone
 from allgrad.collectives.permute import shift
-from allgrad.nn._attention import (
-    attend_all,
-    attend_alone,
-    attend_block,
-    cast_by_autocast,
-    check_heads,
-    nothing_of,
-)
+from allgrad.nn._attention import attend_all, attend_alone, attend_block, nothing_of
+from allgrad.nn._attention_inputs import cast_by_autocast, check_heads
 from allgrad.nn._ranks import find_place
 
 if TYPE_CHECKING:
