@@ -75,6 +75,22 @@ def test_equals_the_formula_with_two_derivatives(where):
     on(where, check_all)
 
 
+@pytest.mark.ranks(2)
+def test_ids_that_are_overwritten_after_the_call_are_not_seen(rank, world):
+    q, k = (leaf(features((3,), seed + rank)[0]) for seed in (1, 5))
+    found = []
+    for change in (False, True):
+        ids = torch.tensor([0, 1, 0])
+        loss = multiple_negatives_loss(q, k, 5.0, ids=ids, symmetric=True)
+        if change:
+            ids.copy_(torch.tensor([5, 6, 7]))
+        for graph in (False, False, True):
+            (got,) = torch.autograd.grad(loss, q, retain_graph=True, create_graph=graph)
+            found.append(got.detach())
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
+
+
 def test_without_further_options_is_info_nce():
     (q,), (k,), (h,) = features((6,), 1), features((6,), 2), features((4,), 3)
     got = multiple_negatives_loss(q, k, 9.0, hard_negatives=h)
