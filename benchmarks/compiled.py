@@ -7,8 +7,8 @@ two kernels, and one backward pass through all of them; its time is divided by N
 10 up to 256 KiB, and 1 above: what torch does once for each compiled function, whatever is in it, is then
 a tenth of it for each call, as in a model. With ``--calls 1`` all of it is in the one call.
 
-The functions take turns, one sample each, in one run; the slowest rank of each sample, medians. Needs torch
-2.13, where torch's functional all_reduce has a derivative.
+The functions take turns, one sample each, in one run; the slowest rank of each sample, medians. Before torch
+2.13 its functional all_reduce has no derivative: there it stands in an autograd.Function, both ways.
 """
 
 from __future__ import annotations
@@ -45,11 +45,28 @@ def eager(name: str) -> Callable[[Tensor], Tensor]:
     return equal[name]
 
 
+class FunctionalAllReduce(torch.autograd.Function):
+    """For versions of torch whose own has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:  # noqa: ARG004
+        return functional.all_reduce(x, "sum", dist.group.WORLD)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # noqa: ARG004
+        return functional.all_reduce(g.contiguous(), "sum", dist.group.WORLD)
+
+
 def torchs(name: str) -> Callable[[Tensor], Any]:
     world = dist.get_world_size()
     group = dist.group.WORLD
+    has_derivative = torch.__version__ >= "2.13"
     theirs: dict[str, Callable[[Tensor], Any]] = {
-        "all_reduce": lambda x: functional.all_reduce(x, "sum", group),
+        "all_reduce": (
+            (lambda x: functional.all_reduce(x, "sum", group))
+            if has_derivative
+            else FunctionalAllReduce.apply
+        ),
         "all_gather": lambda x: functional.all_gather_tensor_autograd(x, 0, group),
         "reduce_scatter": lambda x: functional.reduce_scatter_tensor_autograd(x, "sum", 0, group),
         "all_to_all": lambda x: functional.all_to_all_single_autograd(

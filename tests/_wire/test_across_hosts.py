@@ -121,6 +121,28 @@ def test_a_sum_has_the_same_bits_on_every_rank(rank, layout):
     assert (everyone == everyone[0]).all()
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sum_in_short_segments_is_exact_with_a_core_for_each_rank(rank, layout, monkeypatch):
+    monkeypatch.setattr(sys.modules["allgrad._wire.hosts"], "_cores", lambda: 4)
+    group = group_on(layout)
+    assert not find_group("test", group).topology.crowded
+    n = across_hosts.SHORT_SEGMENT // 8 * 3 + 1  # four segments, the last one of one element
+    pieces_ = [torch.randint(-9, 9, (n,)).double() for _ in range(4)]  # sums without rounding
+    for piece in pieces_:
+        dist.broadcast(piece, 0)
+    x = pieces_[rank].requires_grad_()
+    weights = torch.arange(n, dtype=torch.float64) % 7 + rank
+    with forced(), Traffic() as traffic:
+        found = ag.all_reduce(x, group=group)
+        (gradient,) = torch.autograd.grad(found, x, weights)
+    assert torch.equal(found, sum(pieces_))
+    assert torch.equal(gradient, 4 * (weights - rank) + 6)
+    if layout == "aabb":
+        leaving = sum(traffic.sent_to[peer] for peer in (2, 3)) if rank < 2 else 0
+        assert ag.all_reduce(torch.tensor(leaving)).item() == 2 * x.nbytes
+
+
 PIECE = 128 * 1024  # elements: more than the limits for flat algorithms and repeated exchanges
 # How many pieces leave host a: what its ranks hold, or their sums, once for every other host.
 CROSSING = {

@@ -36,10 +36,13 @@ if TYPE_CHECKING:
     from allgrad._wire.calls import Call
     from allgrad._wire.topology import Topology
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "broadcast", "carriers_of_sum", "reduce", "reduce_scatter"]
 
-CARRIED = 256 << 10  # bytes of a sum for each rank of a host that carries some of it
-SEGMENT = 4 << 20  # bytes of a sum that go through its stages together
+# Bytes of a sum for each rank of a host that carries some of it. A rank without a core of its own carries
+# more: messages cost it more than they save.
+CARRIED, CARRIED_CROWDED = 64 << 10, 256 << 10
+# Bytes of a sum that go through its stages together: with a core for each rank an eighth, within these.
+SHORT_SEGMENT, SEGMENT = 128 << 10, 4 << 20
 _DONE = object()
 
 
@@ -107,7 +110,7 @@ def all_reduce(call: Call, x: Tensor, scratch: bool = False) -> Tensor:
     out = x if scratch else torch.empty_like(x)
     if not x.numel():
         return out
-    length = _segment_length(x)
+    length = _segment_length(x, find_topology(call))
     segments = [
         _reduce_segment(call, x, term, total)
         for term, total in zip(x.view(-1).split(length), out.view(-1).split(length), strict=True)
@@ -170,8 +173,8 @@ def _run_in_pipeline(segments: Iterable[Iterator[None]]) -> None:
 
 def _reduce_segment(call: Call, alike: Tensor, x: Tensor, out: Tensor) -> Iterator[None]:
     """Sum one segment on every rank; each ``yield`` is where messages are under way."""
-    hosts, local = find_topology(call).hosts, _local_ranks(call)
-    carriers = max(1, min(alike.nbytes // CARRIED, *map(len, hosts)))
+    topology, local = find_topology(call), _local_ranks(call)
+    hosts, carriers = topology.hosts, carriers_of_sum(alike.nbytes, topology)
     lengths = even(x.numel(), carriers) + (0,) * (len(local) - carriers)
     terms = dict(zip(local, x.split(lengths), strict=True))
     sums = dict(zip(local, out.split(lengths), strict=True))
@@ -228,9 +231,16 @@ def _all_reduce_in_chunks(
     wait(call, alike, works)
 
 
-def _segment_length(x: Tensor) -> int:
+def carriers_of_sum(nbytes: int, topology: Topology) -> int:
+    """How many ranks of each host carry a chunk of a sum over the links."""
+    each = CARRIED_CROWDED if topology.crowded else CARRIED
+    return max(1, min((nbytes // each, *map(len, topology.hosts))))
+
+
+def _segment_length(x: Tensor, topology: Topology) -> int:
     """How many elements of a tensor go through the stages together."""
-    return SEGMENT // x.element_size()
+    nbytes = SEGMENT if topology.crowded else min(SEGMENT, max(SHORT_SEGMENT, x.nbytes // 8))
+    return nbytes // x.element_size()
 
 
 def _local_ranks(call: Call) -> tuple[int, ...]:

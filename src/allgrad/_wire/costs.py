@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import ceil, log2
 from typing import TYPE_CHECKING, NamedTuple
 
-from allgrad._wire.across_hosts import CARRIED
+from allgrad._wire.across_hosts import carriers_of_sum
 from allgrad._wire.groups import Backend
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def across_hosts_reduce_scatter(s: Situation) -> Cost:
 def across_hosts_all_reduce(s: Situation) -> Cost:
     """A chunk for each carrier: added up in the host, among hosts, and given to all of it."""
     local, hosts = _local(s), s.hosts
-    carriers = max(1, min(s.piece // CARRIED, local))
+    carriers = carriers_of_sum(s.piece, s.topology)
     chunk = s.piece / carriers
     among = min(hosts - 1, 2)  # two hosts exchange the whole in one step; more add up a part each
     messages = 2 * (local + carriers - 2) + 2 * among * (hosts - 1)
