@@ -1,8 +1,9 @@
 """Compiled calls beside the same calls in eager code and torch's functional collectives, compiled.
 
-    python benchmarks/compiled.py [--ranks 2] [--seconds 3] [--calls N] [--sizes 4 64]
+    python benchmarks/compiled.py [--ranks 2] [--seconds 3] [--calls N] [--sizes 4 64] [--only all_reduce]
 
-Forward and backward over Gloo. A sample is one function with N calls, each with its own input and between
+Forward and backward over Gloo. "raw" is the backend's own call and its adjoint into memory that is kept,
+without autograd and not compiled: what functional's bytes and messages cost by themselves. A sample is one function with N calls, each with its own input and between
 two kernels, and one backward pass through all of them; its time is divided by N. Without ``--calls`` N is
 10 up to 256 KiB, and 1 above: what torch does once for each compiled function, whatever is in it, is then
 a tenth of it for each call, as in a model. With ``--calls 1`` all of it is in the one call.
@@ -76,6 +77,41 @@ def torchs(name: str) -> Callable[[Tensor], Any]:
     return theirs[name]
 
 
+def raw(name: str, x: Tensor) -> Callable[[Tensor], Tensor]:
+    """The backend's call and its adjoint, into memory that is kept."""
+    world = dist.get_world_size()
+    long, short = x.new_empty(len(x) * world), x.new_empty(len(x) // world)
+    same, back = torch.empty_like(x), torch.empty_like(x)
+
+    def reduce_twice(x: Tensor) -> Tensor:
+        dist.all_reduce(same.copy_(x))
+        dist.all_reduce(back.copy_(same))
+        return back
+
+    def gather(x: Tensor) -> Tensor:
+        dist.all_gather_into_tensor(long, x)
+        dist.reduce_scatter_tensor(back, long)
+        return back
+
+    def scatter(x: Tensor) -> Tensor:
+        dist.reduce_scatter_tensor(short, x)
+        dist.all_gather_into_tensor(back, short)
+        return back
+
+    def exchange(x: Tensor) -> Tensor:
+        dist.all_to_all_single(same, x)
+        dist.all_to_all_single(back, same)
+        return back
+
+    calls = {
+        "all_reduce": reduce_twice,
+        "all_gather": gather,
+        "reduce_scatter": scatter,
+        "all_to_all": exchange,
+    }
+    return calls[name]
+
+
 def nothing() -> Callable[[Tensor], Tensor]:
     """An op that sends nothing, with a derivative: what any op in a compiled function costs."""
 
@@ -95,10 +131,10 @@ def between(call: Callable[[Tensor], Any]) -> Callable[..., list[Any]]:
 
 
 def measure(
-    sizes: Sequence[int], seconds: float, calls: int | None
+    names: Sequence[str], sizes: Sequence[int], seconds: float, calls: int | None
 ) -> list[tuple[str, int, int, dict[str, float]]]:
     rows, idle = [], nothing()
-    for name, kib in product(OPERATIONS, sizes):
+    for name, kib in product(names, sizes):
         torch._dynamo.reset()
         functions = {
             "compiled": torch.compile(between(eager(name)), fullgraph=True),
@@ -110,18 +146,22 @@ def measure(
         n = calls or (10 if kib <= MANY_UP_TO else 1)
         xs = [torch.randn(kib * 256, requires_grad=True) for _ in range(n)]
         samples = {f: [torch.ones_like(y) for y in f(*xs)] for f in functions.values()}
+        kept = raw(name, xs[0].detach())
+        plain = [x.detach() for x in xs]
         for _ in range(5):
             turn(samples, xs)
         began = time.perf_counter()
         for _ in range(5):
             turn(samples, xs)
+            turn_raw(kept, plain)
         each = torch.tensor((time.perf_counter() - began) / 5)
         dist.broadcast(each, 0)
         rounds = int(min(1000, max(30, seconds / each.item())))
-        times = torch.tensor([turn(samples, xs) for _ in range(rounds)], dtype=torch.float64)
+        taken = [[*turn(samples, xs), turn_raw(kept, plain)] for _ in range(rounds)]
+        times = torch.tensor(taken, dtype=torch.float64)
         dist.all_reduce(times, dist.ReduceOp.MAX)  # a sample ends with its slowest rank
         medians = times.median(0).values * 1e3 / n
-        rows.append((name, kib, n, dict(zip(functions, medians.tolist(), strict=True))))
+        rows.append((name, kib, n, dict(zip([*functions, "raw"], medians.tolist(), strict=True))))
     return rows
 
 
@@ -140,15 +180,24 @@ def turn(
     return times
 
 
+def turn_raw(call: Callable[[Tensor], Tensor], xs: Sequence[Tensor]) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    for x in xs:
+        call(x)
+    return time.perf_counter() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=3.0, help="for each case")
     parser.add_argument("--calls", type=int, help="in one function")
+    parser.add_argument("--only", nargs="+", choices=OPERATIONS, default=OPERATIONS)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="KiB")
     options = parser.parse_args()
-    limit = 60 + len(OPERATIONS) * len(options.sizes) * (2 * options.seconds + 60)
-    about = options.sizes, options.seconds, options.calls
+    limit = 60 + len(options.only) * len(options.sizes) * (2 * options.seconds + 60)
+    about = options.only, options.sizes, options.seconds, options.calls
     rows = run_ranks(measure, options.ranks, *about, timeout=limit)[0]
     sys.stdout.write(
         f"torch {torch.__version__}, {options.ranks} ranks, ms for each call. torch's own: what compiling "
@@ -159,8 +208,8 @@ def main() -> None:
         own = ms["nothing compiled"] - ms["nothing eager"]
         sys.stdout.write(
             f"{name:15s} {kib:5d} KiB x {n:<3d} compiled {compiled:8.3f}  eager {plain:8.3f}  "
-            f"functional {theirs:8.3f}   / eager {compiled / plain:.2f}  / functional "
-            f"{compiled / theirs:.2f}   torch's own {own:.3f}\n"
+            f"functional {theirs:8.3f}  raw {ms['raw']:8.3f}   / eager {compiled / plain:.2f}  / functional "
+            f"{compiled / theirs:.2f}   raw / functional {ms['raw'] / theirs:.2f}   torch's own {own:.3f}\n"
         )
 
 
