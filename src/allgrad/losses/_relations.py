@@ -71,17 +71,19 @@ class Relation:
     margin: float | None = None
 
     def masks(self, rows: Queries, columns: Keys, similarity: Tensor) -> tuple[Tensor, Tensor]:
-        count = columns.features.shape[0]
-        index = torch.arange(columns.first, columns.first + count, device=similarity.device)
-        nothing = torch.zeros_like(similarity, dtype=torch.bool)
-        own = nothing if rows.own is None else rows.own[:, None] == index
-        same = own
+        own = same = None
+        if rows.own is not None:
+            last = columns.first + columns.features.shape[0]
+            own = rows.own[:, None] == torch.arange(columns.first, last, device=rows.own.device)
         if rows.ids is not None and columns.ids is not None:
             same = rows.ids[:, None] == columns.ids
         positive = same if self.by_ids else own
+        assert positive is not None
+        left = positive if own is None or same is None else same | own
         if self.exclude_self:
+            assert own is not None
             positive = positive & ~own
-        negative = ~(same | own)
+        negative = ~left
         if columns.filled is not None:
             positive, negative = positive & columns.filled, negative & columns.filled
         if rows.limit is not None:
@@ -125,8 +127,11 @@ def score_rows(  # noqa: PLR0917
     def terms(row: Queries, column: Keys, x: Tensor, y: Tensor, *more: Tensor) -> Tensor:
         weights = None if column.weights is None else more[0].to(wide)
         numbers = more if weights is None else more[1:]
-        similarity = _similarity(x, y)
-        scores = numbers[0] * similarity
+        if row.limit is None:  # one pass over the scores less
+            scores = similarity = _similarity(numbers[0] * x.to(wide), y)
+        else:
+            similarity = _similarity(x, y)
+            scores = numbers[0] * similarity
         if bias is not None:
             scores = scores + numbers[1]
         return terms_of(kind, scores, *relation.masks(row, column, similarity), weights)

@@ -178,11 +178,11 @@ def _direction(
         index = torch.arange(len(row.lengths), device=x.device)[:, None] + row.first
         other = torch.arange(len(column.lengths), device=x.device) + column.first
         pair = index == other
-        return terms_of("softmax", factor * scores.to(wide), pair, ~pair, None)
+        return terms_of("pairs", factor * scores.to(wide), pair, ~pair, None)
 
     shared = scale.to(rows.tokens.device, wide).reshape(())
     columns_of = [(column, (y,)) for column, y in columns.chunks(most[1])]
-    return row_losses("softmax", rows.chunks(most[0]), columns_of, terms, shared)
+    return row_losses("pairs", rows.chunks(most[0]), columns_of, terms, shared)
 
 
 def _maxsim(queries: _Samples, documents: _Samples, q: Tensor, d: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def multiple_negatives_loss(
             if old:
                 blocks += earlier
             queries = Queries(rows, own_ids, own)
-            return score_rows("softmax", relation, queries, blocks, factor)
+            return score_rows("pairs", relation, queries, blocks, factor)
 
         def sums(
             joined: list[Tensor], query: Tensor, key: Tensor, factor: Tensor, *weights: Tensor
