@@ -1,14 +1,19 @@
 """cross_entropy with the vocabulary split among ranks against torch's own in one process."""
 
+import contextlib
+import time
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import allgrad as ag
-from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError
+from allgrad._wire import ended_ranks, watchdog
+from allgrad.errors import AllgradError, InputError, PieceMismatch, SizesError, TensorError
 from allgrad.losses import cross_entropy, reference, vocab_cross_entropy
+from allgrad.testing import run_ranks
 from counting import Counted
 from exactness import leaf, loss, place, random
 from losses.kept_memory import largest_kept
@@ -227,6 +232,10 @@ def test_with_sizes_given_a_mistake_of_one_rank_raises_on_every_rank(rank, world
         "is 9, but": (hidden, weight, beyond),
         "but it holds 2": (hidden, weight[:2], targets),
         "the dtypes of": (hidden, weight.float(), targets),
+        "hidden is not a": (None, weight, targets),
+        "hidden is not": (hidden.long(), weight, targets),
+        "weight is not": (hidden, hidden.tolist(), targets),
+        "targets are not": (hidden, weight, None),
     }
     for text, given in wrong.items():
         for smoothing in (0.0, 0.1):
@@ -237,3 +246,30 @@ def test_with_sizes_given_a_mistake_of_one_rank_raises_on_every_rank(rank, world
     bias = [1.0, 2.0, 3.0] if rank == 1 else torch.zeros(3, dtype=torch.float64)
     with pytest.raises(AttributeError if rank == 1 else InputError):
         cross_entropy(*good, bias=bias, sizes=(3, 3, 3))
+
+
+def without_hidden_and_targets():
+    rank = dist.get_rank()
+    hidden, weight, _, targets = tensors(9)
+    weight, group = weight.split(3)[rank], dist.new_group()
+    watchdog._LOOK_EVERY, ended_ranks._GRACE = 0.05, 0.3
+    ag.all_reduce(torch.ones(1))
+    time.sleep(1)  # the last look of the usual kind
+    given = (None, weight, None) if rank == 1 else (hidden, weight, targets)
+    found = []
+    for mode in (ag.checked, contextlib.nullcontext):
+        with mode(), pytest.raises(AllgradError) as caught:
+            cross_entropy(*given, sizes=(3, 3, 3), group=group)
+        found.append(f"{type(caught.value).__name__}: {caught.value}")
+    dist.barrier()  # no rank closes its connections before
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_cannot_tell_the_shape_of_its_sums_keeps_nobody_waiting():
+    for rank, found in enumerate(run_ranks(without_hidden_and_targets, 3, timeout=40)):
+        for text in found:
+            assert "cross_entropy: hidden is not a floating-point tensor" in text
+            assert text.startswith("TensorError" if rank == 1 else "RankRaised"), text
+            assert rank == 1 or "rank 1" in text, text

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from allgrad._wire.calls import Call
     from allgrad._wire.groups import Group
-    from allgrad.errors import AllgradError
 
 __all__ = ["STATE", "ended_key", "find", "publish", "withdraw"]
 
@@ -50,7 +49,7 @@ def ended_key(rank: int) -> str:
     return f"allgrad/ended/{rank}"
 
 
-def publish(error: AllgradError) -> None:
+def publish(error: Exception) -> None:
     """Write that this rank ends with an error, and the calls that it has made of each group."""
     store = world_store()
     if store is None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from allgrad._core.torch_internals import functorch_active
+from allgrad._wire import consistency, ended_ranks
 from allgrad._wire.calls import resolve
 from allgrad.collectives._sizes import given_sizes
 from allgrad.collectives.all_gather import all_gather
@@ -95,7 +96,8 @@ def cross_entropy(
 
     ``sizes`` are the numbers of words by rank; if None, one small message exchanges them, and a
     mistake of one rank raises on all, with a table. With sizes given the others learn of a mistake
-    with the sums: on CPUs they raise, on a device their loss is NaN. Sums are kept in float32, or in float64.
+    with the sums: on CPUs they raise, on a device their loss is NaN. If neither ``hidden`` nor
+    ``targets`` is a tensor there, they wait some seconds. Sums are kept in float32, or in float64.
 
     Cost: the logits of a chunk of rows exist at a time, and are computed again in backward. Forward
     sends two numbers for each row, three with label smoothing; backward the gradient of ``hidden``.
@@ -128,11 +130,15 @@ def cross_entropy(
                 _, low, high = _summary(targets, ignore_index)
                 _check_range(low, high, sum(words), ignore_index)
         except Exception as problem:
-            smoothed = isinstance(label_smoothing, (int, float)) and label_smoothing > 0
-            _send_mistake(hidden, 3 if smoothed else 2, group)
             if isinstance(problem, InputError):
-                raise type(problem)(_with_name(problem)) from None
-            raise
+                problem = type(problem)(_with_name(problem))
+            smoothed = isinstance(label_smoothing, (int, float)) and label_smoothing > 0
+            nothing = _sums_of_a_mistake(hidden, weight, targets, 3 if smoothed else 2)
+            if nothing is None:  # the others end their wait after some seconds; if checked, now
+                ended_ranks.publish(problem)
+                consistency.refuse(resolve("cross_entropy", group), problem)
+            all_gather(nothing, sizes="equal", group=group, grad="same")
+            raise problem from None
 
     flat = targets.reshape(-1)
     counted = flat != ignore_index
@@ -296,14 +302,20 @@ def _gather_with_mistakes(parts: Tensor, group: GroupLike) -> Tensor:
     return found[..., :-1]
 
 
-def _send_mistake(hidden: Tensor, numbers: int, group: GroupLike) -> None:
-    """Take part in the exchange of sums, so that the other ranks do not wait."""
-    if not isinstance(hidden, Tensor) or hidden.dtype not in _FLOATING or functorch_active():
-        return
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    rows = hidden.shape[:-1].numel() + hidden.is_cpu
-    nothing = hidden.new_full((1, numbers, rows), torch.nan, dtype=wide)
-    all_gather(nothing, sizes="equal", group=group, grad="same")
+def _sums_of_a_mistake(
+    hidden: object, weight: object, targets: object, numbers: int
+) -> Tensor | None:
+    """What this rank sends instead of its sums, so that the others do not wait; None if nothing tells its shape."""
+    given = [x if isinstance(x, Tensor) and not x.is_nested else None for x in (hidden, weight)]
+    like = next((x for x in given if x is not None and x.dtype in _FLOATING), None)
+    rows = given[0].shape[:-1] if given[0] is not None and given[0].dim() else None
+    if rows is None and isinstance(targets, Tensor):
+        rows = targets.shape
+    if like is None or rows is None or functorch_active():
+        return None
+    wide = torch.promote_types(like.dtype, torch.float32)
+    shape = 1, numbers, rows.numel() + like.is_cpu
+    return torch.full(shape, torch.nan, dtype=wide, device=like.device)
 
 
 def _with_name(problem: InputError) -> str:
