@@ -19,10 +19,16 @@ SHAPES = {1: (0, 3), 2: (0, 3, 2, 2), 3: (0, 2, 1, 2, 3)}
 PLAIN = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
 
+def without_bias(options):
+    return {name: value for name, value in options.items() if name != "bias"}
+
+
 def both(dims, group, **options):
     """The layer and its twin, in one state."""
     channels = SHAPES[dims][1]
-    plain = PLAIN[dims](channels, dtype=torch.float64, **options)
+    plain = PLAIN[dims](channels, dtype=torch.float64, **without_bias(options))
+    if not options.get("bias", True):  # an argument of torch from 2.13 on
+        plain.bias = None
     with torch.no_grad():
         for seed, value in enumerate(plain.state_dict().values()):
             if value.is_floating_point():
@@ -65,6 +71,7 @@ def test_exact_everywhere(where):
     [
         {"momentum": None},
         {"affine": False, "eps": 0.1},
+        {"bias": False},
         {"track_running_stats": False},
         {"momentum": 0.7},
     ],
@@ -72,6 +79,20 @@ def test_exact_everywhere(where):
 )
 def test_exact_with_every_option(dims, options):
     on("3 ranks", normalise, "empty", dims, options)
+
+
+def test_a_norm_without_bias_has_torchs_parameters():
+    ours, plain = both(1, None, bias=False)
+    assert list(ours.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in ours.named_parameters()] == ["weight"]
+    ours.reset_parameters()
+    assert ours.weight.tolist() == [1, 1, 1]
+    assert ours.bias is None
+    for made in (convert(plain), copy.deepcopy(ours)):
+        assert made.bias is None
+    assert SyncBatchNorm(3, affine=False, bias=False).weight is None
+    x = leaf(random((4, 3), 1))
+    close(both(1, None, bias=False)[0].eval()(x), both(1, None, bias=False)[1].eval()(x), "eval")
 
 
 @pytest.mark.ranks(2)

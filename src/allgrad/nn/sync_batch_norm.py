@@ -32,7 +32,8 @@ class SyncBatchNorm(HoldsGroup, nn.BatchNorm1d):
         rank 2   [ c c c ]   of aabccc              normalised [ c c c ]
 
     The twin of ``BatchNorm1d``, ``2d`` and ``3d`` on the joined batch: inputs are (N, C, ...) with
-    any N on each rank, also none, and parameters, buffers and state_dict are theirs. Running
+    any N on each rank, also none, and parameters, buffers and state_dict are theirs; ``bias=False``
+    leaves out the bias, on every supported torch. Running
     statistics follow the joined batch, and are the same on every rank. In eval mode nothing is
     sent: each rank normalises by its own running statistics; with ``track_running_stats=False`` by
     those of its own samples, as torch's SyncBatchNorm does.
@@ -62,11 +63,22 @@ class SyncBatchNorm(HoldsGroup, nn.BatchNorm1d):
         group: GroupLike = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        bias: bool = True,
     ) -> None:
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
+        if not bias:  # torch before 2.13 knows no such argument
+            self.register_parameter("bias", None)
         self.group = group
+
+    def reset_parameters(self) -> None:
+        """Forget what was learned and tracked."""
+        self.reset_running_stats()
+        if self.affine:
+            nn.init.ones_(self.weight)
+            if self.bias is not None:
+                nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise this rank's samples."""
