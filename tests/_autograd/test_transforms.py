@@ -68,8 +68,18 @@ def test_batched_gradients(rank, world, tied):
 
 
 @pytest.mark.ranks(2)
-def test_batched_gradients_of_an_async_call_are_refused(rank):
-    x = leaf(random((3,), rank))
-    y = ag.all_reduce(x, async_op=True).wait()
-    with pytest.raises(ag.errors.ModeError, match="is_grads_batched"):
-        torch.autograd.grad(y, x, y.new_ones(2, 3), is_grads_batched=True)
+@pytest.mark.parametrize("tied", [False, True], ids=["plain", "lockstep"])
+def test_batched_gradients_of_async_calls(rank, world, tied):
+    x, batch = leaf(random((3,), rank)), random((4, 3), 9 + rank)
+    with ag.lockstep() if tied else contextlib.nullcontext():
+        first = ag.all_gather([x.sin(), x[: rank + 1] ** 2], async_op=True)
+        second = ag.all_reduce(x.cos(), "mean", async_op=True)
+        joined, other = first.wait()
+        y = joined.view(world, 3).sum(0) + second.wait() * other.sum()
+    options = {"retain_graph": True, "create_graph": not tied}
+    (got,) = torch.autograd.grad(y, x, batch, is_grads_batched=True, **options)
+    each = torch.stack([torch.autograd.grad(y, x, one, **options)[0] for one in batch])
+    same(got, each, "the gradients")
+    if not tied:
+        seconds = [torch.autograd.grad((g * batch).sum(), x, **options)[0] for g in (got, each)]
+        same(*seconds, "the second derivatives")

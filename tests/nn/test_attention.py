@@ -322,6 +322,24 @@ def test_under_a_checkpoint(rank, world, kind, lengths):
         close(got, want.split(lengths, 2)[rank], "the gradient")
 
 
+@both
+@pytest.mark.parametrize("lengths", [(2, 1, 3), (2, 0, 3)])
+@pytest.mark.ranks(3)
+def test_a_batch_of_gradients(rank, world, kind, lengths):
+    """is_grads_batched=True: what one gradient at a time gives in one process."""
+    for causal in (False, True):
+        whole = [leaf(random((2, sum(lengths), 4), seed)) for seed in range(3)]
+        batch = random((5, 2, sum(lengths), 4), 9)
+        y = plain(*whole, causal=causal)
+        each = [torch.autograd.grad(y, whole, one, retain_graph=True) for one in batch]
+        own = [leaf(x.split(lengths, 1)[rank]) for x in whole]
+        y = KINDS[kind](*own, causal=causal)
+        mine = batch.split(lengths, 2)[rank]
+        got = torch.autograd.grad(y, own, mine, is_grads_batched=True)
+        for x, want in zip(got, map(torch.stack, zip(*each, strict=True)), strict=True):
+            close(x, want.split(lengths, 2)[rank], "the gradients")
+
+
 def test_alone_under_autocast_and_checkpoint():
     xs = [leaf(random((2, 2, 6, 8), seed).float()) for seed in range(3)]
 

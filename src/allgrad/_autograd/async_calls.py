@@ -21,7 +21,6 @@ import torch
 from allgrad._autograd import backward_order, call_order, transforms
 from allgrad._core import call_queue
 from allgrad._core.torch_internals import is_batched_gradient
-from allgrad.errors import ModeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping, Sequence
@@ -80,6 +79,7 @@ class PendingCall:
         """A call that has not started; in lockstep it is tied to ``chain``."""
         self.pair, self.chain = pair, chain
         self.adjoint: PendingCall | None = None
+        self.batch: Sequence[Tensor] | None = None  # the adjoint's results (is_grads_batched=True)
         self.is_ordered = False  # by call_order, when it goes backward
         self._future: Future[tuple[Tensor, ...]] | None = None
 
@@ -181,7 +181,9 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_finished(ctx.pending.adjoint, ticket)
+        batch, ctx.pending.batch = ctx.pending.batch, None
+        found = _finished(ctx.pending.adjoint, ticket) if batch is None else batch
+        return None, None, *found
 
 
 @call_order.ordered
@@ -202,13 +204,11 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        if any(map(is_batched_gradient, gradients)):
-            raise ModeError(
-                f"{ctx.pending.pair.adjoint_name}: is_grads_batched=True is not there for async calls.\n"
-                "Leave out async_op=True."
-            )
         if ctx.pending.is_ordered:
             call_order.check(ctx, ctx.call)
+        if any(map(is_batched_gradient, gradients)):  # one message, waited for at once
+            ctx.pending.batch = transforms.apply_adjoint(ctx.pending.pair, gradients)
+            return None, token, token.new_empty(0)
         # With create_graph the adjoint is a collective of the chain too, for the next backward.
         chain = ctx.pending.chain if torch.is_grad_enabled() else None
         ctx.pending.adjoint = PendingCall(ctx.pending.pair.adjoint, chain)
