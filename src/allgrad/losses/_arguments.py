@@ -19,6 +19,7 @@ from allgrad.losses._key_blocks import KeyLayout
 from allgrad.losses._modes import no_vmap
 from allgrad.losses._one_rank import loss_of_one_rank
 from allgrad.losses._rank_args import GradNeeds
+from allgrad.losses._same_numbers import require_same_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -97,6 +98,7 @@ def global_loss(
         )
         remember(key, config)
     q, *keys = (x for x in given if x is not None)
+    require_same_numbers(name, numbers, q, group)
     k = keys[0]
     if len(keys) > 1:
         flat = [x.flatten(0, -2) for x in keys]

@@ -16,6 +16,7 @@ from allgrad.losses._feature_checks import check_number, check_reduction, number
 from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._packed import Packing, Part
+from allgrad.losses._same_numbers import compared_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,6 +129,7 @@ def maxsim_loss(
             "width": q.tokens.shape[1],
             "dtype": q.tokens.dtype,
             "options": (symmetric, grad_reduction),
+            **compared_numbers({"scale": scale}, q.tokens),
         }
         return CallSpec(same, (len(q.lengths), len(q.tokens), len(d.tokens)))
 

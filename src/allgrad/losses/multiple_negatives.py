@@ -22,6 +22,7 @@ from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._packed import Packing, Part
 from allgrad.losses._relations import Keys, Queries, Relation, score_rows
+from allgrad.losses._same_numbers import compared_numbers
 from allgrad.losses.key_queue import check_queue, queued_keys
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def multiple_negatives_loss(
             "dtype": query.dtype,
             "options": (symmetric, margin, grad_reduction, given),
             "queue": None if queue is None else len(queue.features),
+            **compared_numbers({"scale": scale}, query),
         }
         return CallSpec(same, (len(query), hard))
 

@@ -20,6 +20,7 @@ from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._packed import Packing, Part
 from allgrad.losses._relations import Keys, Queries, Relation, score_rows
+from allgrad.losses._same_numbers import compared_numbers
 from allgrad.losses.key_queue import check_queue, queued_keys
 
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ def _several_positives(  # noqa: PLR0917
             "dtype": query.dtype,
             "options": (relation, grad_reduction, given),
             "queue": None if queue is None else len(queue.features),
+            **compared_numbers(numbers, query),
         }
         return CallSpec(same, (len(query), len(key)))
 

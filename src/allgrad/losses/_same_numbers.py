@@ -1,0 +1,74 @@
+"""Checked mode: the ranks compare the values of scale and bias, as the loss uses them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from allgrad._wire import consistency
+from allgrad._wire.calls import resolve
+from allgrad._wire.codec import Reader, Writer
+from allgrad.collectives.all_gather import all_gather
+from allgrad.errors import InputError, rank_table
+from allgrad.losses._feature_checks import number
+from allgrad.losses._tiles.accumulators import accumulator_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from allgrad.types import GroupLike
+
+__all__ = ["compared_numbers", "require_same_numbers"]
+
+
+def compared_numbers(
+    numbers: Mapping[str, Tensor | float | None], features: Tensor
+) -> dict[str, float | None]:
+    """In checked mode the values of these numbers, in the dtype of the loss's sums; otherwise nothing."""
+    if not consistency.is_checking():
+        return {}
+    dtype = accumulator_dtype(features.dtype)
+    return {
+        name: None if x is None else float(number(x).detach().to(dtype))
+        for name, x in numbers.items()
+    }
+
+
+def require_same_numbers(
+    name: str, numbers: Mapping[str, Tensor | float | None], features: Tensor, group: GroupLike
+) -> None:
+    """In checked mode, raise on every rank if one of these numbers has another value on some rank.
+
+    One small message, for losses that may have made none before.
+    """
+    own = compared_numbers(numbers, features)
+    if not own or resolve(name, group).size == 1:
+        return
+    message = Writer("loss")
+    for value in own.values():
+        message.number(value is not None)
+        message.real(value or 0.0)
+    row = torch.tensor([message.words], dtype=torch.int64, device=features.device)
+    rows = all_gather(row, sizes="equal", group=group, grad="none").tolist()
+    ranks = [_read(words, len(own), sender) for sender, words in enumerate(rows)]
+    for column, which in enumerate(own):
+        ((usual, _),) = Counter(values[column] for values in ranks).most_common(1)
+        odd = {r: f"other {which}" for r, values in enumerate(ranks) if values[column] != usual}
+        if odd:
+            shown = [", ".join(map(" ".join, zip(own, values, strict=True))) for values in ranks]
+            rule = f"have the same {which}"
+            table = rank_table(
+                f"{name}: all ranks must {rule}.", shown, odd, f"Let every rank {rule}."
+            )
+            raise InputError(table)
+
+
+def _read(words: list[int], count: int, sender: int) -> list[str]:
+    """The numbers of a rank, as text with all digits."""
+    message = Reader(words, "loss", sender)
+    found = [(message.number(0, 1), message.real()) for _ in range(count)]
+    return [str(value) if given else "None" for given, value in found]
