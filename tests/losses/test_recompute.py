@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from allgrad.errors import ModeError
 from allgrad.losses._recompute import recomputed
 from exactness import leaf, random
 from losses.kept_memory import largest_kept
@@ -48,6 +49,18 @@ def test_func_transforms(mode):
     x, w = (t.detach() for t in inputs())
     got, want = (MODES[mode](lambda x, f=f: f(x, w).sum())(x) for f in (again, plain))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
+def test_forward_mode_inside_forward_mode_is_refused():
+    """Torch would leave out the derivative of the derivative without a word."""
+    x, w = (t.detach() for t in inputs())
+
+    def along(f):
+        return lambda x: torch.func.jvp(f, (x,), (w[:3],))[1]
+
+    for outer in (along, torch.func.jacfwd):
+        with pytest.raises(ModeError, match="jvp of jvp"):
+            outer(along(lambda x: again(x, w).sum()))(x)
 
 
 def test_only_inputs_are_kept():

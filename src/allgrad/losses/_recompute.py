@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from allgrad._core.torch_internals import functorch_active, never_traced
+from allgrad._core.torch_internals import functorch_active, never_traced, transform_names
+from allgrad.errors import ModeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,6 +23,12 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     way. So derivatives of any order need the intermediate tensors of one call at a time. The
     function takes floating-point tensors, must not communicate, and runs without autocast.
     """
+    # Torch differentiates the jvp of an autograd.Function in reverse mode only; in forward mode it gives zeros.
+    if functorch_active() and transform_names().count("Jvp") > 1:
+        raise ModeError(
+            "a loss in chunks: it has no forward mode inside forward mode (jvp of jvp).\n"
+            "Take one of the two derivatives with torch.func.grad or vjp."
+        )
     (result,) = _recomputed_tuple(lambda *xs: (function(*xs),), inputs)
     return result
 
