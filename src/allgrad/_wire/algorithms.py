@@ -54,7 +54,7 @@ STAR_TOTAL = 64 * KiB  # of all ranks together
 STAR_SUM = COPIES_PIECE = 256 * KiB  # of one rank's piece
 STAR_SUM_OF_TWO = 4 * MiB
 STAR_SUM_CROWDED = 1 * MiB  # where ranks outnumber cores: few messages matter more than busy ranks
-EXCHANGE_BLOCK = 128 * KiB  # between two ranks
+STACKED_BLOCK = 128 * KiB  # of a reduce_scatter, added up when all are there
 REPEATED_BLOCK = 64 * KiB  # of larger ones, receives must be announced first between hosts
 PART = 64 * KiB  # of a block: larger ones travel by themselves rather than being put in order
 LINEAR_TOTAL = 4 * MiB
@@ -138,10 +138,10 @@ def _linear(s: Situation) -> bool:
     return s.gloo and (s.ranks == 2 or s.total <= (LINEAR_TOTAL if s.hosts == 1 else FLAT_TOTAL))
 
 
-def _in_turns(s: Situation) -> bool:
-    """On one host with fewer cores than ranks: over links between hosts, turns leave them idle."""
-    medium = s.total > STAR_TOTAL and s.piece <= s.ranks * EXCHANGE_BLOCK
-    return s.equal and s.gloo and medium and s.ranks > 2 and s.hosts == 1 and s.topology.crowded
+def _repeated(s: Situation) -> bool:
+    """Short blocks, unless each of many ranks on one host has a core: there messages are cheap."""
+    costly = s.hosts > 1 or s.ranks == 2 or s.topology.crowded
+    return s.gloo and s.equal and costly and s.piece <= s.ranks * REPEATED_BLOCK
 
 
 def _one_to_a_host(s: Situation) -> bool:
@@ -225,7 +225,7 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
         Algorithm(
             "pairwise_stacked",
             pairwise.stacked_reduce_scatter,
-            lambda s: s.gloo and s.piece <= EXCHANGE_BLOCK,
+            lambda s: s.gloo and s.piece <= STACKED_BLOCK,
             costs.stacked_reduce_scatter,
         ),
         Algorithm(
@@ -254,18 +254,7 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
             lambda s: s.equal and _small(s) and (s.topology.crowded or s.hosts > 1),
             costs.star_all_to_all,
         ),
-        Algorithm(
-            "pairwise_in_turns",
-            pairwise.all_to_all_in_turns,
-            _in_turns,
-            costs.pairwise_in_turns,
-        ),
-        Algorithm(
-            "repeated",
-            repeated.all_to_all,
-            lambda s: s.gloo and s.equal and s.hosts > 1 and s.piece <= s.ranks * REPEATED_BLOCK,
-            costs.backend_all_to_all,
-        ),
+        Algorithm("repeated", repeated.all_to_all, _repeated, costs.backend_all_to_all),
         Algorithm(
             "receives_first",
             pairwise.all_to_all_receives_first,

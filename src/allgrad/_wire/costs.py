@@ -142,10 +142,6 @@ def pairwise_all_to_all(s: Situation) -> Cost:
     return _exchange(s, s.piece / s.ranks, 2 * s.piece / s.ranks, s.piece)
 
 
-def pairwise_in_turns(s: Situation) -> Cost:
-    return pairwise_all_to_all(s)._replace(steps=2)
-
-
 def backend_all_to_all(s: Situation) -> Cost:
     return _exchange(s, s.piece / s.ranks, 2 * s.piece / s.ranks, s.piece, calls=1)
 

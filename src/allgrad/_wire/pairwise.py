@@ -1,4 +1,4 @@
-"""Exchanges made of sends and receives: every rank with every other, all at once or in turns.
+"""Exchanges made of sends and receives: every rank with every other, all at once.
 
 For tensors on the host. ``algorithms`` says where each is used.
 
@@ -32,7 +32,6 @@ __all__ = [
     "Parts",
     "all_gather",
     "all_to_all",
-    "all_to_all_in_turns",
     "all_to_all_receives_first",
     "all_to_all_unsized",
     "reduce_scatter",
@@ -122,24 +121,6 @@ def all_to_all_receives_first(  # noqa: PLR0917
 ) -> Tensor:
     """The same with every receive announced before anything is sent."""
     return all_to_all(call, x, send, receive, equal, peers, parts, receives_first=True)
-
-
-def all_to_all_in_turns(call: Call, x: Tensor, *_: object) -> Tensor:
-    """The same for equal blocks in turns: to lower ranks, then to higher ones once theirs are here."""
-    call.group.exchanges += 1
-    number = call.group.exchanges
-    out = torch.empty_like(x)
-    by_rank = call.size, x.numel() // call.size
-    pieces, blocks = x.view(by_rank).unbind(), out.view(by_rank).unbind()
-    below, above = range(call.rank), range(call.rank + 1, call.size)
-    from_above = start(call, (), [(blocks[rank], rank) for rank in above], number)
-    from_below = start(call, (), [(blocks[rank], rank) for rank in below], number)
-    sends = start(call, [(pieces[rank], rank) for rank in below], (), number)
-    blocks[call.rank].copy_(pieces[call.rank])
-    wait(call, x, from_above)
-    sends = [*sends, *start(call, [(pieces[rank], rank) for rank in above], (), number)]
-    wait(call, x, [*from_below, *sends])
-    return out
 
 
 def all_to_all_unsized(
