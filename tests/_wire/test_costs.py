@@ -219,7 +219,9 @@ def test_messages_and_bytes_follow_the_formulas(rank, world, name, ragged, size)
     rows = rows_by_rank(world, size, ragged)
     n = [ROW * count for count in rows]
     x = make(rows, rank)
-    find_group("test", None).successors.clear()  # exchanges that this world has made go by the backend
+    find_group(
+        "test", None
+    ).successors.clear()  # exchanges that this world has made go by the backend
     with Traffic() as there:
         y = call(x, rows)
     with Traffic() as back:

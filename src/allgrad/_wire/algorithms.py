@@ -123,8 +123,10 @@ def _small(s: Situation) -> bool:
     return s.gloo and s.ranks > 2 and s.total <= STAR_TOTAL
 
 
-def _small_exchange(s: Situation) -> bool:
-    return s.equal and s.total <= STAR_TOTAL
+def _receives_first(s: Situation) -> bool:
+    """Not where ranks share cores, nor for the short messages of several ranks."""
+    small = s.equal and s.ranks > 2 and s.total <= STAR_TOTAL
+    return s.gloo and (s.hosts > 1 or not (s.topology.crowded or small))
 
 
 def _star_sum(s: Situation) -> int:
@@ -139,9 +141,9 @@ def _linear(s: Situation) -> bool:
 
 
 def _repeated(s: Situation) -> bool:
-    """Short blocks, unless each of many ranks on one host has a core: there messages are cheap."""
-    costly = s.hosts > 1 or s.ranks == 2 or s.topology.crowded
-    return s.gloo and s.equal and costly and s.piece <= s.ranks * REPEATED_BLOCK
+    """Short blocks between hosts, or where ranks share cores: there a message costs more than it carries."""
+    short = s.piece <= s.ranks * REPEATED_BLOCK
+    return s.gloo and s.equal and short and (s.hosts > 1 or (s.ranks > 2 and s.topology.crowded))
 
 
 def _one_to_a_host(s: Situation) -> bool:
@@ -259,7 +261,7 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
             "receives_first",
             pairwise.all_to_all_receives_first,
             # The backend's own call takes less processor time, but aborts where sizes do not fit.
-            lambda s: s.gloo and (s.hosts > 1 or not (s.topology.crowded or _small_exchange(s))),
+            _receives_first,
             costs.pairwise_all_to_all,
         ),
         Algorithm("pairwise", pairwise.all_to_all, lambda s: s.gloo, costs.pairwise_all_to_all),
