@@ -5,7 +5,7 @@ import torch
 
 import allgrad as ag
 import reference
-from exactness import check_exact, pieces, place, random
+from exactness import check_exact, grads, leaf, loss, pieces, place, random, same
 from places import everywhere, on
 
 REDUCTIONS = ("sum", "mean", "prod", "min", "max", "logsumexp")
@@ -75,6 +75,20 @@ def test_a_large_reduce_takes_another_way_and_stays_exact(world):
 def test_product_at_dst_with_two_zeros(world):
     xs = [torch.tensor(r, dtype=torch.float64) for r in ([0.0, 1.0], [0.0, 0.0], [2.0, 3.0])]
     check_exact(lambda x: ag.reduce(x, 2, "prod"), lambda xs: reference.reduce(xs, 2, "prod"), xs)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("shape", [(2, 3), ()])
+@pytest.mark.parametrize("op", ["prod", "max", "logsumexp"])
+def test_second_derivative_of_a_linear_loss(rank, world, op, shape):
+    """The gradient depends on the pieces at dst alone: the others come to the call again all the same."""
+    leaves = [leaf(x) for x in pieces([shape] * world)]
+    wanted = grads(sum(y.sum() for y in reference.reduce(leaves, 1, op)), leaves, graph=True)
+    want = grads(sum(loss(g, r) for r, g in enumerate(wanted)), leaves)
+    x = leaf(pieces([shape] * world)[rank])
+    (first,) = grads(ag.reduce(x, 1, op).sum(), [x], graph=True)
+    same(first.detach(), wanted[rank].detach(), "the first derivative")
+    same(grads(loss(first, rank), [x])[0], want[rank], "the second derivative")
 
 
 @pytest.mark.ranks(3)

@@ -5,7 +5,7 @@ import torch
 
 import allgrad as ag
 import reference
-from exactness import check_exact, pieces, place, with_layouts
+from exactness import check_exact, grads, leaf, loss, pieces, place, same, with_layouts
 from places import everywhere, on
 
 REDUCTIONS = ("sum", "mean", "prod", "min", "max", "logsumexp")
@@ -56,6 +56,36 @@ def test_first_rank_gets_the_reduction_of_nothing(rank, world, op):
         want_y.backward(weight, retain_graph=True)
     want = leaves[rank].grad
     torch.testing.assert_close(x.grad, torch.zeros(3).double() if want is None else want)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("shape", [(2, 3), ()])
+@pytest.mark.parametrize("op", ["prod", "max", "logsumexp"])
+def test_second_derivative_of_a_linear_loss(rank, world, op, shape):
+    """The gradient of the first rank depends on no piece: it comes to the call again all the same."""
+    leaves = [leaf(x) for x in pieces([shape] * world)]
+    wanted = [y.sum() for y in reference.scan(leaves, op, exclusive=True)[1:]]
+    wanted_first = grads(sum(wanted), leaves, graph=True)
+    want = grads(sum(loss(g, r) for r, g in enumerate(wanted_first)), leaves)
+    x = leaf(pieces([shape] * world)[rank])
+    (first,) = grads(ag.scan(x, op, exclusive=True).sum(), [x], graph=True)
+    same(first.detach(), wanted_first[rank].detach(), "the first derivative")
+    same(grads(loss(first, rank), [x])[0], want[rank], "the second derivative")
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_second_derivative_with_a_zero_on_the_first_rank(rank, world, exclusive):
+    xs = pieces([(3,)] * world)
+    xs[0][1] = 0
+    leaves = [leaf(x) for x in xs]
+    wanted = reference.scan(leaves, "prod", exclusive)
+    wanted_first = grads(sum(y.sum() for y in wanted), leaves, graph=True)
+    want = grads(sum(loss(g, r) for r, g in enumerate(wanted_first)), leaves)
+    x = leaf(xs[rank])
+    (first,) = grads(ag.scan(x, "prod", exclusive=exclusive).sum(), [x], graph=True)
+    same(first.detach(), wanted_first[rank].detach(), "the first derivative")
+    same(grads(loss(first, rank), [x])[0], want[rank], "the second derivative")
 
 
 @pytest.mark.ranks(3)

@@ -127,14 +127,15 @@ def find(op: str, reduction: object, dtype: torch.dtype) -> Reduction:
     return found
 
 
-def sum_of_no_rows(x: Tensor) -> Tensor:
+def zeros_of_no_rows(reduction: Reduction, x: Tensor) -> Tensor:
     """Zeros in the shape of a row of ``x``, which has none; they stay in the graph, for backward
     needs every rank.
 
-    The factor is saved for backward: torch's checkpoint calls a block again only on ranks that saved
-    something in it, and the others have saved their pieces (test_checkpoint_that_saves_on_one_rank).
+    They are reduced as the rows of other ranks are: the next derivative comes to the call again on all
+    ranks or on none (test_second_derivative_of_a_linear_loss), and where others save a tensor for backward,
+    which lets torch's checkpoint call a block again, so does this one (test_checkpoint_that_saves_on_one_rank).
     """
     if x.dtype == torch.bool:
         return x.any(0)
-    zeros = x.sum(0, dtype=x.dtype)
-    return zeros * zeros.new_ones(()) if zeros.is_floating_point() or zeros.is_complex() else zeros
+    zeros = x.sum(0, keepdim=True, dtype=x.dtype)
+    return reduction.stacked(zeros + 1, 0) - 1

@@ -172,7 +172,7 @@ def _reduce_pieces(
     )
     if call.rank == dst:
         return [reduction.stacked(t, 0) for t in stacked]
-    return [reductions.sum_of_no_rows(t) for t in stacked]
+    return [reductions.zeros_of_no_rows(reduction, t) for t in stacked]
 
 
 @makes_pair("broadcast")
