@@ -200,3 +200,35 @@ def test_a_block_of_another_thread_leaves_this_one_tied(rank):
     step.backward(total)
     leaves = [leaf(random((3,), r)) for r in range(2)]
     same(x.grad, grads(loss(sum(leaves), 1), leaves)[rank], "the gradient")
+
+
+@pytest.mark.ranks(2)
+def test_a_block_of_another_thread_does_not_order_this_one(rank):
+    """Only rank 1 has a block in another thread: losses send the same messages, and torch.func works."""
+    ids = torch.arange(4)
+    begun, over = threading.Event(), threading.Event()
+
+    def block():
+        with ag.lockstep():
+            begun.set()
+            over.wait(20)
+
+    def gradients():
+        x = leaf(random((4, 3), rank))
+        ag.losses.supcon_loss(x, x, 2.0, ids, ids).backward()
+        total = torch.func.grad(lambda x: ag.all_reduce(x).square().sum())(x.detach())
+        return x.grad, total
+
+    wanted = [gradients() for _ in range(3)][-1]  # now the call is expected
+    thread = threading.Thread(target=block)
+    if rank:
+        thread.start()
+        begun.wait(20)
+    try:
+        found = gradients()
+    finally:
+        over.set()
+    if rank:
+        thread.join()
+    for got, want in zip(found, wanted, strict=True):
+        same(got, want, "the gradient")

@@ -277,12 +277,12 @@ def test_graphs_are_guarded_by_state_alone(rank):
 
     compiled(run)(leaf(random((3,), rank)))
     assert not [name for name in guarded if name.endswith((".resolve", ".Call", ".torch"))]
-    for state in ("transforms']._order", ".group.WORLD", "._current_level"):
+    for state in ("transforms']._find_chain", ".group.WORLD", "._current_level"):
         assert any(name.endswith(state) for name in guarded), state
     assert len(guarded) < 40, "\n".join(guarded)
     with ag.lockstep():  # its state is a function
         assert not graph_internals._is_on_own_code(
-            "G['__import_allgrad_dot__autograd_dot_transforms']._order"
+            "G['__import_allgrad_dot__autograd_dot_transforms']._find_chain"
         )
 
 

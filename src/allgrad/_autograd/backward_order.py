@@ -105,17 +105,12 @@ def _count_recording(change: int) -> None:
     global _recording  # noqa: PLW0603
     with _LOCK:
         _recording += change
-        transforms.order_with(_tie_to_chain if _recording else None)
+        transforms.order_with(current_chain if _recording else None)
 
 
 def current_chain() -> Chain | None:
     """The chain to which this thread's collectives are tied, if any."""
     return getattr(_THREAD, "chain", None)
-
-
-def _tie_to_chain(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-    chain = current_chain()
-    return None if chain is None else chain.apply(pair, xs)
 
 
 class _HandOn(torch.autograd.Function):

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd import forward_ad
@@ -76,15 +76,14 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
             return _plain(pair, xs)
         with torch.no_grad():
             return _run(_Constant, pair, xs) if transformed else _plain(pair, xs)
-    if _order is not None and torch.is_grad_enabled():
+    chain = _find_chain() if _find_chain is not None and torch.is_grad_enabled() else None
+    if chain is not None:
         if transformed:
             raise ModeError(
                 f"{pair.name}: lockstep orders the backward of autograd, not of torch.func or "
                 "forward mode.\nUse those outside the lockstep block."
             )
-        tied = _order(pair, xs)
-        if tied is not None:
-            return tied
+        return chain.apply(pair, xs)
     if transformed:
         return _run(_Apply, pair, xs)
     if torch.is_grad_enabled():
@@ -104,20 +103,26 @@ def apply_adjoint(pair: AdjointPair, gradients: Sequence[Tensor]) -> Sequence[Te
     return apply(adjoint, gradients)
 
 
-_order: Callable[[AdjointPair, Sequence[Tensor]], tuple[Tensor, ...] | None] | None = None
+class _Chain(Protocol):
+    """What runs the calls of a lockstep block."""
+
+    def apply(self, pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]: ...
 
 
-def order_with(
-    tie: Callable[[AdjointPair, Sequence[Tensor]], tuple[Tensor, ...] | None] | None,
-) -> None:
-    """Let ``tie`` run the differentiable calls of eager autograd; ``None`` ends it."""
-    global _order  # noqa: PLW0603
-    _order = tie
+_find_chain: Callable[[], _Chain | None] | None = None  # while some thread is in a block
+
+
+def order_with(find_chain: Callable[[], _Chain | None] | None) -> None:
+    """Let the chain of a thread, if it has one, run its differentiable calls of eager autograd; ``None``
+    ends it.
+    """
+    global _find_chain  # noqa: PLW0603
+    _find_chain = find_chain
 
 
 def in_lockstep() -> bool:
-    """Tell whether a lockstep block orders the calls."""
-    return _order is not None
+    """Tell whether a lockstep block orders the calls of this thread; in a graph, of any thread."""
+    return _find_chain is not None and (is_compiling() or _find_chain() is not None)
 
 
 @never_traced
@@ -338,7 +343,7 @@ def _batched(info: Any, dims: Sequence[int | None], xs: Sequence[Tensor]) -> lis
 
 def _trace(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool) -> tuple[Tensor, ...]:
     """The same under torch.compile: an op in the graph, with every derivative of its own."""
-    tied = _order is not None and not stop and torch.is_grad_enabled() and _differentiable(xs)
+    tied = in_lockstep() and not stop and torch.is_grad_enabled() and _differentiable(xs)
     if tied and pair.made is not None:
         from allgrad._autograd import graph_ops
 
