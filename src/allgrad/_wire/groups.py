@@ -6,7 +6,6 @@ import contextlib
 import enum
 import weakref
 from collections import deque
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -177,12 +176,22 @@ _ALONE = Group(None)
 LIVE: weakref.WeakSet[Group] = weakref.WeakSet()  # the groups that calls were made on
 
 
-@lru_cache(maxsize=256)
-def _group_of(ref: weakref.ref[dist.ProcessGroup]) -> Group:
-    process_group = ref()
-    assert process_group is not None
-    found = Group(ref, process_group.rank(), process_group.size())
-    LIVE.add(found)
+# All of them, for as long as their process groups live: made anew on one rank, a group would begin to count
+# again (test_a_group_outlives_the_use_of_many_others).
+_GROUPS: dict[weakref.ref[dist.ProcessGroup], Group] = {}
+
+
+def _forget(ref: weakref.ref[dist.ProcessGroup]) -> None:
+    _GROUPS.pop(ref).queue.thread = None  # it ends, even if cached pairs keep the group
+
+
+def _group_of(process_group: dist.ProcessGroup) -> Group:
+    found = _GROUPS.get(weakref.ref(process_group))
+    if found is None:
+        ref = weakref.ref(process_group, _forget)
+        made = Group(ref, process_group.rank(), process_group.size())
+        found = _GROUPS.setdefault(ref, made)  # another thread may have been first
+        LIVE.add(found)
     return found
 
 
@@ -203,7 +212,7 @@ def find_group(call: str, group: GroupLike) -> Group:
         # By name: what is traced may have to be made again outside the graph, as in lockstep, and
         # TorchDynamo 2.12 cannot make a process group (test_lockstep_around_a_compiled_function).
         return Group(None, process_group.rank(), process_group.size(), process_group.group_name)
-    found = _group_of(weakref.ref(process_group))
+    found = _group_of(process_group)
     if found.rank < 0:
         raise _not_a_member(call)
     return found
