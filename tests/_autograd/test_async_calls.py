@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import weakref
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -114,6 +115,38 @@ def test_waiting_twice_on_another_thread_or_never(rank, world):
     same(x.grad, torch.full_like(x, 2.0 * world).detach(), "the gradient")
     del never
     assert ag.all_reduce(torch.ones(1)).item() == world
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_waiting_again_for_a_call_that_failed(rank, requires_grad):
+    handle = ag.all_reduce(torch.ones(2 + rank, requires_grad=requires_grad), async_op=True)
+    with pytest.raises(errors.AllgradError) as first:
+        handle.wait()
+    with pytest.raises(type(first.value)) as second:
+        handle.wait()
+    assert str(second.value) == str(first.value)
+
+
+@pytest.mark.ranks(2)
+def test_waiting_again_after_an_interrupt(rank, monkeypatch):
+    x = leaf(random((4,), rank))
+    real, here, interrupted = Future.result, threading.get_ident(), []
+
+    def interrupt_once(future, *args):
+        if not interrupted and threading.get_ident() == here:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        return real(future, *args)
+
+    handle = ag.all_reduce(x, async_op=True)
+    monkeypatch.setattr(Future, "result", interrupt_once)
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    y = handle.wait()
+    same(y.detach(), random((4,), 0) + random((4,), 1), "the value")
+    y.sum().backward()
+    same(x.grad, torch.full_like(x, 2.0).detach(), "the gradient")
 
 
 @pytest.mark.ranks(2)

@@ -39,10 +39,10 @@ _SENDS_NOTHING = call_queue.Queue()
 class Handle(Generic[T]):
     """A pending collective; ``wait()`` gives its result.
 
-    Waiting twice gives the same result, on any thread and in any order; each rank may wait for the
-    handles of one group in an order of its own, but for those of several groups all ranks wait in
-    one order: backward runs in it. A handle that nobody waits for still runs; without a result there
-    is no gradient.
+    Waiting twice gives the same result, or the same error, on any thread and in any order; each rank
+    may wait for the handles of one group in an order of its own, but for those of several groups all
+    ranks wait in one order: backward runs in it. A handle that nobody waits for still runs; without a
+    result there is no gradient.
     """
 
     def __init__(self, finish: Callable[[], T]) -> None:
@@ -89,10 +89,11 @@ class PendingCall:
         self._future = call_queue.start(lambda: transforms.run_map(pair, values), queue)
 
     def wait(self) -> tuple[Tensor, ...]:
-        # Kept here, the results would keep themselves alive: their graph holds this call.
         assert self._future is not None
-        future, self._future = self._future, None
-        return future.result()
+        results = self._future.result()
+        # Kept here, the results would keep themselves alive: their graph holds this call.
+        self._future = None
+        return results
 
 
 def start(
