@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import allgrad as ag
 from allgrad.errors import AllgradError, InputError
 from allgrad.testing import CannotShip, RankFailed, RanksStuck, ranks, run_ranks
 
@@ -131,7 +132,10 @@ def test_each_call_begins_with_the_same_state() -> None:
 # What a call leaves in its world
 
 
-@pytest.mark.parametrize("leftover", ["group", "destroyed", "own world", "unmatched call"])
+@pytest.mark.parametrize(
+    "leftover",
+    ["group", "destroyed", "own world", "unmatched call", "failed", "late"],
+)
 def test_leftovers_do_not_reach_the_next_call(leftover: str) -> None:
     def body() -> None:
         rank = dist.get_rank()
@@ -140,6 +144,14 @@ def test_leftovers_do_not_reach_the_next_call(leftover: str) -> None:
         elif leftover == "unmatched call":
             if rank == 0:
                 dist.all_reduce(torch.full((1,), 100.0), async_op=True)
+        elif leftover == "failed":
+            ag.all_reduce(torch.ones(2))
+            with pytest.raises(AllgradError):
+                ag.all_reduce(torch.ones(2 + rank))
+        elif leftover == "late":
+            time.sleep(2 * rank)
+            with ag.deadline(0.5), pytest.raises(AllgradError):
+                ag.all_gather(torch.ones(2))
         else:
             dist.destroy_process_group()
             if leftover == "own world":
@@ -149,6 +161,7 @@ def test_leftovers_do_not_reach_the_next_call(leftover: str) -> None:
     run_ranks(body, 2)
     assert run_ranks(who, 2) == [(0, 2), (1, 2)]
     assert run_ranks(summed, 2, timeout=10) == [3.0, 3.0]
+    assert run_ranks(lambda: ag.all_reduce(torch.ones(1)).item(), 2, timeout=10) == [2.0, 2.0]
     assert run_ranks(dist.distributed_c10d.get_pg_count, 2) == [1, 1]
 
 

@@ -197,6 +197,7 @@ def close_connections(call: Call) -> None:
     Ranks may wait for this one that have nothing to do with the one that failed; a closed
     connection tells them. Gloo closes all connections when a wait ends before its message came.
     """
+    call.group.failed = True
     for peer in range(call.size):
         if peer != call.rank:
             with contextlib.suppress(RuntimeError):

@@ -315,6 +315,7 @@ def _end(call: Call, works: Sequence[Any], alike: Alike | None = None) -> None:
     except RuntimeError as error:
         raise _explained(call, error, began, alike) from error
     except RankRaised as error:
+        call.group.failed = True
         found = watchdog.take_found()
         if found is None:
             ended_ranks.publish(error)
@@ -327,6 +328,7 @@ def _end(call: Call, works: Sequence[Any], alike: Alike | None = None) -> None:
 def _explained(
     call: Call, error: RuntimeError, began: float, alike: Alike | None = None
 ) -> Exception:
+    call.group.failed = True
     waited, seconds = time.monotonic() - began, deadline.STATE.seconds
     return watchdog.take_found() or diagnosis.explain(call, error, waited, seconds, alike)
 

@@ -62,8 +62,9 @@ class Group:
 
     __slots__ = (
         *("__weakref__", "_device_types", "_name", "_ref"),
-        *("backends", "calls", "doing", "exchanged", "exchanges", "last_exchange", "order"),
-        *("orders", "queue", "rank", "registered", "size", "successors", "thread", "topology"),
+        *("backends", "calls", "doing", "exchanged", "exchanges", "failed"),
+        *("last_exchange", "order", "orders", "queue", "rank", "registered"),
+        *("size", "successors", "thread", "topology"),
     )
 
     def __init__(
@@ -87,6 +88,7 @@ class Group:
         self.order: Any = None  # the one of tensors on the host,
         self.thread = 0  # and the thread that made its calls
         self.queue = Queue()  # of its async calls
+        self.failed = False  # whether a message was lost: its ranks may meet no more
         self.registered = False  # whether the store knows this process (diagnosis.register)
         self.topology: Topology | None = None  # found out by the first call (hosts.find_topology)
         self.rank, self.size = rank, size

@@ -23,6 +23,7 @@ import torch.distributed.nn.functional
 from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]
 
 from allgrad._core.torch_internals import sequence_number
+from allgrad._wire.groups import find_group
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,8 +79,10 @@ class World:
         return cls(rank, size, default)
 
     def untouched(self) -> bool:
-        """Tell whether this is still the default group, and the only one."""
-        return dist.group.WORLD is self.default and dist.distributed_c10d.get_pg_count() == 1
+        """Tell whether this is still the default group, the only one, and works."""
+        if dist.group.WORLD is not self.default or dist.distributed_c10d.get_pg_count() > 1:
+            return False
+        return not find_group("world", self.default).failed
 
     def calls(self) -> int:
         """Count the calls this rank has put on the default group."""
