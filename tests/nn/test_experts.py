@@ -197,6 +197,22 @@ def test_rows_of_every_dtype_and_an_odd_width(rank, world):
 
 
 @pytest.mark.ranks(3)
+def test_training_after_inference_mode(rank, world):
+    """Messages are received into memory that calls share, in inference mode and outside of it."""
+    x, routing = random((4, 5), rank), torch.arange(4) % world
+    with torch.inference_mode():
+        before = dispatch(x, routing, experts=world)
+        assert torch.equal(combine(before.tokens, before), x)
+    x = x.requires_grad_()
+    sent = dispatch(x, routing, experts=world)
+    combine(2 * sent.tokens, sent).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+    with torch.inference_mode():
+        again = dispatch(x, routing, experts=world)
+    assert torch.equal(again.tokens, before.tokens)
+
+
+@pytest.mark.ranks(3)
 def test_expert_that_nobody_has(rank, world):
     x = torch.zeros(2, WIDTH)
     for wrong in (3, -2):

@@ -79,9 +79,11 @@ def _memory(call: Call, length: int, before: int, by_rank: int) -> _Memory:
     if found is None:
         if len(kept) >= _MOST_KEPT:
             kept.clear()
-        flat = torch.empty((call.size, by_rank), dtype=torch.uint8)
-        heads = flat.numpy()[:, before : before + length]
-        found = kept[before, by_rank] = _Memory(flat, flat[:, before:].unbind(), heads)
+        # Memory of inference mode could not be received into outside of it.
+        with torch.inference_mode(False):
+            flat = torch.empty((call.size, by_rank), dtype=torch.uint8)
+            heads = flat.numpy()[:, before : before + length]
+            found = kept[before, by_rank] = _Memory(flat, flat[:, before:].unbind(), heads)
     return found
 
 
