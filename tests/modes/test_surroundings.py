@@ -80,6 +80,43 @@ def test_inference_mode_and_no_grad(rank, world, name):
         assert torch.equal(got, want)
 
 
+@pytest.mark.ranks(3)
+def test_another_default_device(rank, world):
+    """What the ranks tell each other stays on the host, where their tensors are."""
+    place, group = Place(rank, world), dist.new_group()
+    x, y = random((2 * rank, 3), rank), random((2 * rank, 3), rank + 10)
+    ids = torch.arange(2 * rank)
+    pieces = []
+    for call in CALLS.values():
+        shapes = call.shapes(world)
+        pieces.append(random(shapes[rank % len(shapes)], rank % len(shapes)))
+
+    def results():
+        found = [call.run(place, x) for call, x in zip(CALLS.values(), pieces, strict=True)]
+        found += ag.all_gather([x, ids], group=group)
+        with ag.checked():
+            found.append(ag.all_to_all(x, group=group))
+        z = leaf(x)
+        with ag.lockstep() as step:
+            first = ag.losses.clip_loss(z, y, 2.0)
+        step.backward(first)
+        total = first.detach()
+        for _ in range(3):
+            total = total + ag.losses.supcon_loss(z, y, 2.0, ids, ids)
+        total.backward()
+        return [*found, total.detach(), z.grad]
+
+    wanted = results()
+    torch.set_default_device("meta")
+    try:
+        group = dist.new_group()  # of which nothing is known yet
+        found = results()
+    finally:
+        torch.set_default_device(None)
+    for got, want in zip(found, wanted, strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CALLS)
 def test_fake_and_meta_tensors_have_shapes_and_send_nothing(name):

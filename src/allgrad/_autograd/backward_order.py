@@ -39,7 +39,7 @@ class Chain:
         self._begin()
 
     def _begin(self) -> None:
-        self._first = torch.empty(0, requires_grad=True)
+        self._first = torch.empty(0, device="cpu", requires_grad=True)
         self._last = self._first
 
     @contextlib.contextmanager
@@ -116,7 +116,7 @@ def current_chain() -> Chain | None:
 class _HandOn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *results: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
-        return torch.empty(0), *results
+        return torch.empty(0, device="cpu"), *results
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004

@@ -201,7 +201,7 @@ def _reserve_numbers() -> None:
     if functorch_active():
         return  # nothing can require grad here
     with torch.enable_grad():
-        x = torch.empty(0, requires_grad=True)
+        x = torch.empty(0, device="cpu", requires_grad=True)
         while nodes_made() < _RESERVED:
             x.view(0)
 

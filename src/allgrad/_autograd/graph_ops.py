@@ -255,7 +255,7 @@ def _exchange(  # noqa: PLR0917
     with torch.no_grad():
         found = HANDSHAKE[0](real, xs, operation, dims, amounts, names, root)[:outputs]
     assert len(found) == outputs
-    return [torch.empty(n, 0) for n in found] or [torch.empty(0)]
+    return [torch.empty(n, 0, device="cpu") for n in found] or [torch.empty(0, device="cpu")]
 
 
 def _exchange_fake(
@@ -266,7 +266,8 @@ def _exchange_fake(
     *_: Any,
 ) -> list[Tensor]:
     _TORCH.keep_order_in_inductor()
-    return [torch.empty(_TORCH.unbacked_size(), 0) for _ in range(outputs)] or [torch.empty(0)]
+    lengths = [_TORCH.unbacked_size() for _ in range(outputs)]
+    return [torch.empty(n, 0, device="cpu") for n in lengths] or [torch.empty(0, device="cpu")]
 
 
 class _AtOneLevel(_TORCH.SingleLevelFunction):  # type: ignore[misc, name-defined]

@@ -62,7 +62,7 @@ __all__ = [
 # A result requires grad on every rank, even where the local piece does not: another rank's piece
 # may, and its backward needs every rank (test_piece_without_gradient_takes_part). Autograd marks a
 # result when some input requires grad; this one always does, is empty, and never gets a gradient.
-ANCHOR = torch.empty(0, requires_grad=True)
+ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 _STATE = call_order.STATE
 
 

@@ -265,7 +265,7 @@ def _agree(
     # Counted as a call: other ranks may still wait in the one before (test_late_between_checks).
     call.group.calls += 1
     call.group.doing = AGREEMENT, -1
-    row = torch.tensor(mine.encode(call.size), dtype=torch.int64)
+    row = torch.tensor(mine.encode(call.size), dtype=torch.int64, device="cpu")
     rows = _gathered(call, row, device)
     different = rows != row
     different[:, _BLOCK : _BLOCK + 1 + _counts(call.size)] = False
@@ -313,12 +313,12 @@ def _misfits(call: Call, rows: Tensor, planned: WireCall, device: torch.device) 
         ]
     else:
         where = call.group.message_device(device)
-        by_rank = torch.tensor(planned.send, dtype=torch.int64).to(where)
+        by_rank = torch.tensor(planned.send, dtype=torch.int64, device=where)
         coming = eager.all_to_all_equal(call, by_rank).cpu()
-        expected = torch.tensor(planned.receive, dtype=torch.int64)
+        expected = torch.tensor(planned.receive, dtype=torch.int64, device="cpu")
         own = (coming != expected).nonzero().flatten().tolist()[-1:]
         told = [(source, int(coming[source]), int(expected[source])) for source in own]
-        verdict = torch.tensor(told[0] if told else (-1, 0, 0), dtype=torch.int64)
+        verdict = torch.tensor(told[0] if told else (-1, 0, 0), dtype=torch.int64, device="cpu")
         verdicts = _gathered(call, verdict, device).tolist()
         found = [(to, *told) for to, told in enumerate(verdicts) if told[0] >= 0]
     return {

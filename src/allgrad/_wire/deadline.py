@@ -201,5 +201,7 @@ def close_connections(call: Call) -> None:
     for peer in range(call.size):
         if peer != call.rank:
             with contextlib.suppress(RuntimeError):
-                never_sent = call.group.process_group.recv([torch.empty(1)], peer, _UNUSED_TAG)
+                never_sent = call.group.process_group.recv(
+                    [torch.empty(1, device="cpu")], peer, _UNUSED_TAG
+                )
                 never_sent.wait(timedelta(milliseconds=1))

@@ -238,9 +238,9 @@ class Exchange(NamedTuple):
 
     def following_amounts(self, tensors: int) -> tuple[tuple[int, ...], ...]:
         """Amounts for so many tensors in a message of their own, by tensor and sender."""
-        own = torch.zeros(tensors, self.call.size, dtype=torch.int64)
+        own = torch.zeros(tensors, self.call.size, dtype=torch.int64, device="cpu")
         if self.own_amounts is not None and len(self.own_amounts) == tensors:
-            own = torch.tensor(self.own_amounts, dtype=torch.int64)
+            own = torch.tensor(self.own_amounts, dtype=torch.int64, device="cpu")
         counts = (tensors,) * self.call.size
         sent = own.t().reshape(-1).to(self.device)
         found = wire.all_to_all(self.call, sent, counts, counts, equal=True)
@@ -286,7 +286,7 @@ def exchange(
         flat = tuple([n for by_rank in amounts for n in by_rank]) if fit else None
         mine = replace(mine, amounts=flat)
     words, length_words = _encoded(mine)
-    row = torch.tensor(words, dtype=torch.int64)
+    row = torch.tensor(words, dtype=torch.int64, device="cpu")
     rows = _gathered(call, row if len(words) == ROW else row[:ROW], where)
     # Steps of torch cost more than those of Python, until there are many rows.
     listed = rows.tolist() if call.size <= _FEW_RANKS else None

@@ -53,7 +53,7 @@ def _exchange(call: Call) -> Topology:
     writer = Writer("host")
     writer.number(os.getpid(), _host_key(), _cores())
     writer.text(_host_name(), _NAME)
-    row = torch.tensor(writer.padded(_WORDS), dtype=torch.int64)
+    row = torch.tensor(writer.padded(_WORDS), dtype=torch.int64, device=_CPU)
     rows = eager.all_gather_by_copies(call, row, [_WORDS] * call.size).tolist()
     processes, keys, cores, names = [], [], [], []
     for rank in range(call.size):

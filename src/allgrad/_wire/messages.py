@@ -38,7 +38,7 @@ _OPERATIONS = {
     )
 }
 _UNSIZED = len(_OPERATIONS)
-_NO_ROWS = torch.zeros(1, dtype=torch.uint8)
+_NO_ROWS = torch.zeros(1, dtype=torch.uint8, device="cpu")
 _DTYPES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
@@ -98,7 +98,7 @@ def _tagged(
 
 
 def _new_byte() -> Tensor:
-    return torch.empty(1, dtype=torch.uint8)
+    return torch.empty(1, dtype=torch.uint8, device="cpu")
 
 
 def _prepared(call: Call) -> Any:
@@ -133,7 +133,7 @@ def start(
             if x.numel():
                 receiving.append(backend.recv([x], peer, _tag(x, about)))
             elif number:
-                nothing = torch.empty(1, dtype=torch.uint8)
+                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
                 receiving.append(backend.recv([nothing], peer, _tag(x, about)))
     except RuntimeError as error:
         deadline.close_connections(call)

@@ -177,7 +177,7 @@ def agree(
     expected = history.expected() if is_plain else None
     try:
         if expected is not None and expected.payload is not None and not is_changed:
-            row = torch.tensor(words, dtype=torch.int64)
+            row = torch.tensor(words, dtype=torch.int64, device="cpu")
             if expects and words == expected.row(call.rank).tolist():
                 return Agreement(call.rank, expected.counts, expected, row, history)
             send_other_row(row, expected.payload, call.rank, group)

@@ -111,7 +111,7 @@ def global_loss(
 def _as_tensor(x: Tensor | float | None) -> Tensor | None:
     # Float64, so that a Python float is not rounded before it multiplies float64 features. Made anew in
     # each call: one of inference mode, or a fake one, is of no use to the next.
-    return torch.tensor(float(x), dtype=torch.float64) if isinstance(x, Real) else x  # type: ignore[return-value]
+    return torch.tensor(float(x), dtype=torch.float64, device="cpu") if isinstance(x, Real) else x  # type: ignore[return-value]
 
 
 def _grad_needs(features: list[Tensor | None], scalars: list[Tensor | None]) -> GradNeeds:

@@ -96,4 +96,4 @@ def check_reduction(grad_reduction: str) -> None:
 
 def number(x: Tensor | float) -> Tensor:
     """Float64, so that a Python float is not rounded before it multiplies float64 features."""
-    return x if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
+    return x if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64, device="cpu")

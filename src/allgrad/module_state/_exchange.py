@@ -90,7 +90,7 @@ class StateExchange:
         return self._gather(message if self.call.rank == src else [])[src]
 
     def _gather(self, words: list[int], lengths: Sequence[int] | None = None) -> list[list[int]]:
-        own = torch.tensor(words, dtype=torch.int64).to(self.device)
+        own = torch.tensor(words, dtype=torch.int64, device=self.device)
         lengths = lengths or gather_sizes(own, group=self.group_argument)
         joined = all_gather(own, sizes=lengths, group=self.group_argument)
         return [part.tolist() for part in joined.cpu().split(list(lengths))]

@@ -81,7 +81,7 @@ def _memory(call: Call, length: int, before: int, by_rank: int) -> _Memory:
             kept.clear()
         # Memory of inference mode could not be received into outside of it.
         with torch.inference_mode(False):
-            flat = torch.empty((call.size, by_rank), dtype=torch.uint8)
+            flat = torch.empty((call.size, by_rank), dtype=torch.uint8, device="cpu")
             heads = flat.numpy()[:, before : before + length]
             found = kept[before, by_rank] = _Memory(flat, flat[:, before:].unbind(), heads)
     return found
