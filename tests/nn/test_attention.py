@@ -14,7 +14,7 @@ import allgrad as ag
 from allgrad.errors import InputError, SizesError
 from allgrad.nn import gathered_attention, ring_attention
 from counting import Counted
-from exactness import leaf, loss, place, random
+from exactness import grads, leaf, loss, place, random, same
 from nn.twins import LENGTHS, check_twin, close, derivatives, each, pieces_of
 from places import everywhere, on
 from refusals import raises_everywhere
@@ -286,6 +286,25 @@ def test_second_derivatives_by_some_inputs(rank, world, kind, width, wanted):
         got = torch.autograd.grad(value, own, materialize_grads=True)
         for a, b in zip([*found, *got], [*slopes, *want], strict=True):
             close(a, b.chunk(pieces, 2)[rank if group is None else 0], "a derivative")
+
+
+@both
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(2, 3, 1), (2, 0, 3)])
+@pytest.mark.ranks(3)
+def test_second_derivative_of_a_linear_loss(rank, world, kind, lengths, causal):
+    """Also a rank that attends to nothing, or does not see the last keys, comes to every call again."""
+    xs = [leaf(random((2, n, 4), r)) for r, n in enumerate(lengths)]
+    weights = [random((2, n, 4), 10 + r) for r, n in enumerate(lengths)]
+    joined = torch.cat(xs, 1)
+    y = plain(joined, 2 * joined, joined.sin(), causal=causal)
+    wanted = grads((torch.cat(weights, 1) * y).sum(), xs, graph=True)
+    want = grads(sum((w * g).sum() for w, g in zip(weights, wanted, strict=True)), xs)
+    x = leaf(xs[rank])
+    y = KINDS[kind](x, 2 * x, x.sin(), causal=causal)
+    (first,) = grads((weights[rank] * y).sum(), [x], graph=True)
+    same(first.detach(), wanted[rank].detach(), "the first derivative")
+    same(grads((weights[rank] * first).sum(), [x])[0], want[rank], "the second derivative")
 
 
 @both
