@@ -115,6 +115,23 @@ def test_autograd_sees_what_was_written(rank, count):
             loss.backward()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("count", [1, 2])
+def test_conjugate_views_are_written(rank, count):
+    def state(seed):
+        numbers = [
+            random_like(torch.zeros(3, dtype=torch.complex64), seed + i) for i in range(count)
+        ]
+        return {f"{i}": x.conj() for i, x in enumerate(numbers)} | {
+            f"imag {i}": x.conj().imag for i, x in enumerate(numbers)
+        }
+
+    held = state(10 * rank)
+    sync(held)
+    for name, want in state(0).items():
+        assert torch.equal(held[name], want), name
+
+
 @pytest.mark.ranks(3)
 def test_pending_buckets_share_no_memory(rank):
     state = {f"{i:03}": torch.full((100 + i,), float(rank * 1000 + i)) for i in range(64)}

@@ -66,7 +66,11 @@ class Bucket:
     def unpack(self, flat: Tensor) -> None:
         """Copy the bytes of ``flat`` into the tensors, whatever their strides."""
         for views, run in self._views(flat):
-            foreach_copy_(run.tensors, views)
+            if any(x.is_conj() or x.is_neg() for x in run.tensors):
+                for x, view in zip(run.tensors, views, strict=True):
+                    x.copy_(view)  # torch writes into such views one by one only
+            else:
+                foreach_copy_(run.tensors, views)
 
     def _views(self, flat: Tensor) -> Iterator[tuple[list[Tensor], Run]]:
         """Views of ``flat``, one for each tensor; made in one call for each dtype."""
