@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["check_features", "check_number", "check_per_row", "check_reduction", "number"]
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_WHOLE = (torch.int64, torch.int32)
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_features(features: Mapping[str, Tensor | None], optional: Sequence[str] = ()) -> None:
