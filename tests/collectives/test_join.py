@@ -89,6 +89,24 @@ def test_one_ranks_trouble_raises_on_all(rank, world):
     assert not list(ag.join([]))
 
 
+class NeverStarts:
+    """A dataset whose workers cannot be started."""
+
+    def __iter__(self):
+        raise OSError("no such file")
+
+
+@pytest.mark.ranks(3)
+def test_an_iterable_that_cannot_be_started_raises_on_all(rank, world):
+    for bad, kind, says in ((NeverStarts(), OSError, "no such"), (None, TypeError, "not iterable")):
+        with pytest.raises(
+            kind if rank == 1 else RankRaised,
+            match=says if rank == 1 else "rank 1: its iterable raised",
+        ):
+            list(ag.join(bad if rank == 1 else [torch.zeros(1, 1)]))
+    assert ag.all_reduce(torch.ones(1)).item() == world
+
+
 def test_a_world_of_one_gives_its_batches():
     x = [torch.zeros(3, 1), torch.zeros(1, 1)]
     assert [(batch, sizes) for batch, sizes in ag.join(x)] == [(x[0], (3,)), (x[1], (1,))]

@@ -63,7 +63,7 @@ def join(
     Cost: one message of four numbers from each rank to each, before each step and at the end.
     """
     call = wire.resolve("join", group)
-    source = iter(batches)
+    source = _started_in_the_loop(batches)
     last = empty
     while True:
         state, error, batch = _State.BATCH, None, None
@@ -90,6 +90,11 @@ def join(
         if empty is None:
             last = batch
         yield batch, sizes
+
+
+def _started_in_the_loop(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The batches. What ``iter`` raises is raised by the first ``next``, where all ranks are told."""
+    yield from batches
 
 
 def _exchange(call: Call, state: _State, rows: int) -> tuple[list[_State], tuple[int, ...]]:
