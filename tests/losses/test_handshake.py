@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import allgrad as ag
-from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError
+from allgrad.errors import InputError, PieceMismatch, RankRaised, SizesError, TensorError
 from allgrad.losses import clip_loss, info_nce_loss, siglip_loss
 
 GOOD = torch.ones(2, 4)
@@ -140,3 +140,23 @@ def test_mistake_of_a_single_process_raises():
         info_nce_loss(GOOD, GOOD, 1.0, torch.ones(3, 5))
     with pytest.raises(InputError, match="bias is nan"):
         siglip_loss(GOOD, GOOD, 1.0, float("nan"))
+
+
+# What rank 1 passes beside good features, where sizes are given and nothing is exchanged.
+LONELY_MISTAKES = {
+    "sizes of other batches": {"sizes": (2, 3, 2)},
+    "sizes of fewer ranks": {"sizes": (2, 2)},
+    "another scale": {"scale": torch.ones(2)},
+    "an unknown reduction": {"grad_reduction": "avg"},
+}
+
+
+@pytest.mark.ranks(3)
+def test_in_checked_mode_a_mistake_beside_sizes_raises_on_all(rank, world):
+    for loss in (clip_loss, siglip_loss, info_nce_loss):
+        for mistake in LONELY_MISTAKES.values():
+            given = {"scale": 1.0, "sizes": (2, 2, 2), **(mistake if rank == 1 else {})}
+            kind, says = (InputError, loss.__name__) if rank == 1 else (RankRaised, "rank 1 ended")
+            with ag.checked(), pytest.raises(kind, match=says):
+                loss(GOOD, GOOD, **given)
+    assert ag.all_reduce(torch.ones(1)).item() == world

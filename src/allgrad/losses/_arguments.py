@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from allgrad._core.torch_internals import functorch_active, transform_names
+from allgrad._wire.calls import resolve
+from allgrad._wire.consistency import refuse
 from allgrad.errors import InputError
 from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._config import LossConfig
@@ -83,7 +85,10 @@ def global_loss(
             sizes=sizes,
             group=group,
         )
-        _check_options(name, label_smoothing, grad_reduction)
+        try:
+            _check_options(name, label_smoothing, grad_reduction)
+        except InputError as error:
+            refuse(resolve(name, group), error)
         config = LossConfig(
             name,
             kind,

@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from allgrad._wire.calls import resolve
+from allgrad._wire.consistency import refuse
 from allgrad.collectives._sizes import given_sizes
 from allgrad.collectives.all_gather import all_gather
-from allgrad.errors import SizesError, rank_table
+from allgrad.errors import InputError, SizesError, rank_table
 from allgrad.losses._argument_rules import check_args, require_pairs
 from allgrad.losses._rank_args import OPTIONS_BYTES, GradNeeds, RankArgs, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from allgrad._wire.calls import Call
     from allgrad.losses._kind import LossKind
     from allgrad.types import GroupLike, Sizes
 
@@ -54,7 +56,8 @@ def exchange_args(
     """Exchange the arguments of all ranks; raise on every rank if a rule is broken.
 
     With ``sizes`` given nothing is exchanged and nothing is read from the device: each rank checks
-    its own arguments only, and in grad mode every gradient is assumed to be needed on some rank.
+    its own arguments only, and in grad mode every gradient is assumed to be needed on some rank. In
+    checked mode a mistake that it finds there raises on the others too.
     """
     device = next((x.device for x in features.values() if isinstance(x, Tensor)), None)
     call = resolve(name, group)
@@ -124,15 +127,11 @@ def _without_exchange(
     name: str, own: RankArgs, sizes: Sizes, group: GroupLike, device: torch.device | None
 ) -> GlobalBatch:
     call = resolve(name, group)
-    _check_own(name, own)
-    equal = isinstance(sizes, str) and sizes == "equal"
-    pairs = (own.pairs,) * call.size if equal else given_sizes(name, call, sizes)
-    if pairs[call.rank] != own.pairs:
-        raise SizesError(
-            f"{name}: sizes={list(pairs)} say that rank {call.rank} holds {pairs[call.rank]} pairs, "
-            f"but it holds {own.pairs}.\nGive what each rank holds, in rank order."
-        )
-    require_pairs(name, sum(pairs))
+    try:
+        _check_own(name, own)
+        pairs = _given_pairs(name, call, own, sizes)
+    except InputError as error:
+        refuse(call, error)
     keys = pairs
     if any(spec.given == "tensor" for spec in own.features[2:]):  # ranks may have different numbers
         extra = torch.tensor([own.keys - own.pairs], device=device)
@@ -142,6 +141,18 @@ def _without_exchange(
     if call.size > 1:
         needs = GradNeeds.KEYS | GradNeeds.ANY if torch.is_grad_enabled() else GradNeeds(0)
     return GlobalBatch(call.rank, pairs, keys, needs)
+
+
+def _given_pairs(name: str, call: Call, own: RankArgs, sizes: Sizes) -> tuple[int, ...]:
+    equal = isinstance(sizes, str) and sizes == "equal"
+    pairs = (own.pairs,) * call.size if equal else tuple(given_sizes(name, call, sizes))
+    if pairs[call.rank] != own.pairs:
+        raise SizesError(
+            f"{name}: sizes={list(pairs)} say that rank {call.rank} holds {pairs[call.rank]} pairs, "
+            f"but it holds {own.pairs}.\nGive what each rank holds, in rank order."
+        )
+    require_pairs(name, sum(pairs))
+    return pairs
 
 
 @lru_cache(maxsize=1024)
