@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import allgrad as ag
+from allgrad.losses import clip_loss, multiple_negatives_loss
 from allgrad.testing import run_ranks
 from exactness import random
 
@@ -48,3 +49,33 @@ def test_exported_program_is_exact(strict):
             assert eager[1].abs().sum() > 0
             for made in exported:
                 torch.testing.assert_close(made, eager, rtol=1e-12, atol=1e-12)
+
+
+class Loss(torch.nn.Module):
+    def forward(self, query, key):
+        return clip_loss(query, key, 3.0) + multiple_negatives_loss(key, query, 2.0)
+
+
+def export_loss_and_run(strict):
+    """Traced with features that need no gradient, run with features that do."""
+    rank = dist.get_rank()
+    rows = torch.export.Dim("rows", min=1, max=64)
+    pieces = [random((2 + rank, 3), 20 + 3 * side + rank) for side in (0, 1)]
+    program = torch.export.export(
+        Loss(), tuple(pieces), dynamic_shapes=({0: rows}, {0: rows}), strict=strict
+    )
+    found = []
+    for made in (Loss(), program.module()):
+        own = [random((4 - rank, 3), 30 + 3 * side + rank).requires_grad_() for side in (0, 1)]
+        value = made(*own)
+        value.backward()
+        found.append([value.detach(), *(x.grad for x in own)])
+    return found
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_loss_gives_the_gradients_of_its_inputs_of_the_call(strict):
+    for eager, exported in run_ranks(export_loss_and_run, 3, strict, timeout=180):
+        assert all(x.abs().sum() > 0 for x in eager)
+        torch.testing.assert_close(exported, eager, rtol=1e-12, atol=1e-12)

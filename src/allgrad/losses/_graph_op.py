@@ -39,16 +39,15 @@ __all__ = ["trace"]
 
 # torch keeps compiled graphs on disk and finds them by the names of their ops. Raise this number
 # when a schema or a derivative changes.
-_NAMESPACE = "allgrad_losses_2"
+_NAMESPACE = "allgrad_losses_3"
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 _OPS = getattr(torch.ops, _NAMESPACE)
 _SENDS = (torch.Tag.nondeterministic_seeded,)
-_LOSS = (
-    "Tensor[] xs, Tensor anchor, bool grad, bool[] needs, str name, str arguments, SymInt[] numbers, "
-    "str group, str site"
+_LOSS = "str name, str arguments, SymInt[] numbers, str group, str site"
+_LIBRARY.define(f"loss(Tensor[] xs, Tensor anchor, {_LOSS}) -> Tensor[]", tags=_SENDS)
+_LIBRARY.define(
+    f"value(Tensor[] xs, Tensor anchor, bool grad, bool[] needs, {_LOSS}) -> Tensor[]", tags=_SENDS
 )
-_LIBRARY.define(f"loss({_LOSS}) -> Tensor[]", tags=_SENDS)
-_LIBRARY.define(f"value({_LOSS}) -> Tensor[]", tags=_SENDS)
 _LIBRARY.define("gradient(Tensor by_loss, Tensor ticket, Tensor[] xs) -> Tensor[]", tags=_SENDS)
 _TORCH = graph_internals()
 
@@ -69,14 +68,12 @@ def trace(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
             tensors, kind = _described(value)
             xs += tensors
             arguments.append(f"{key} {len(tensors)} {kind}")
-    grad = torch.is_grad_enabled()
-    needs = [grad and x.requires_grad for x in xs]
     per_row = options.get("reduction") == "none"  # of cross_entropy, whose targets are third
     shape = list((args[2] if len(args) > 2 else options["targets"]).shape) if per_row else []
     numbers = [len(shape), *shape, *sizes]  # torch.library wants no empty list
     made = name, "\n".join(arguments), numbers, resolve(name, group).group.name, traced_site()
     # The anchor lets every rank take part in backward, even one whose tensors need no gradient.
-    loss: Tensor = _OPS.loss(xs, ANCHOR, grad, needs, *made)[0]
+    loss: Tensor = _OPS.loss(xs, ANCHOR, *made)[0]
     return loss
 
 
@@ -245,8 +242,11 @@ def _no_second_derivative(name: str) -> ModeError:
 
 
 def _loss(xs: list[Tensor], anchor: Tensor, *made: Any) -> list[Tensor]:
+    # Asked where the op runs: an exported program may get other inputs than those of its trace.
+    grad = torch.is_grad_enabled()
+    needs = [grad and x.requires_grad for x in xs]
     with _TORCH.enable_single_level():
-        return list(_Loss.apply(anchor, made, *xs))
+        return list(_Loss.apply(anchor, (grad, needs, *made), *xs))
 
 
 _LIBRARY.impl("loss", _loss, "CompositeImplicitAutograd")
