@@ -1,5 +1,7 @@
 """What surrounds a collective in real programs."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,8 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import allgrad as ag
+from allgrad import module_state
+from allgrad import nn as agnn
 from allgrad._wire import primitives as wire
 from allgrad.errors import ModeError
+from allgrad.losses import KeyQueue, clip_loss, cross_entropy, multiple_negatives_loss
+from allgrad.testing import gradcheck
 from calls import CALLS, Place
 from counting import WIRE_CALLS, Counted
 from exactness import grads, leaf, random, same
@@ -199,3 +205,71 @@ def test_node_hooks_and_retained_graphs(rank, world):
     y.sum().backward()
     assert ran == ["before", "after"] * 2
     same(x.grad, torch.full((2, 2), 2.0 * world).double(), "the gradient of two backwards")
+
+
+def layers_and_losses(rank, group):
+    """Functions of one rank's rows; they have features 0 to 3."""
+    ids = torch.arange(rank + 1)
+    queue = KeyQueue(5, 4, ids=True, group=group, dtype=torch.float64)
+    norm, first = (
+        layer.double()
+        for layer in (
+            agnn.SyncBatchNorm(4, group=group),
+            agnn.ColumnParallelLinear(4, 6, group=group),
+        )
+    )
+
+    def experts(x, capacity):
+        sent = agnn.dispatch(x, ids % 3, experts=3, capacity=capacity, group=group)
+        return agnn.combine(sent.tokens.sin(), sent)
+
+    def queued(x):
+        queue.push(x, ids)
+        return multiple_negatives_loss(x, x.sin(), 2.0, queue=queue, ids=ids, group=group)
+
+    def step_by_step(x):
+        with ag.lockstep():
+            return ag.all_gather(x, group=group)
+
+    def asynchronous(x):
+        return ag.all_gather(x, group=group, async_op=True).wait()
+
+    return {
+        "clip_loss": lambda x: clip_loss(x, x.sin(), 2.0, group=group),
+        "cross_entropy": lambda x: cross_entropy(
+            first.weight.sum(0)[None], x, ids[:1], group=group
+        ),
+        "a queue": queued,
+        "batch norm": norm,
+        "a parallel linear": lambda x: first(x[:1] * 0 + 1),
+        "attention": lambda x: agnn.ring_attention(x, x, x, causal=True, group=group),
+        "experts": lambda x: experts(x, None),
+        "experts with room for two": lambda x: experts(x, 2),
+        "lockstep": step_by_step,
+        "an async call": asynchronous,
+        "join": lambda x: next(iter(ag.join([x], group=group)))[0],
+        "max": lambda x: ag.all_reduce(x[:1], "max", group=group),
+    }
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("check", [False, True])
+def test_the_default_device_is_of_no_account(rank, world, check):
+    """A program may call torch.set_default_device; messages between ranks go where their tensors are."""
+    group = dist.new_group()  # which has not exchanged anything yet
+    for name, run in layers_and_losses(rank, group).items():
+        found = []
+        for device in ("meta", "cpu"):
+            torch.manual_seed(0)
+            x = leaf(random((rank + 1, 4), rank))
+            with torch.device(device), ag.checked() if check else contextlib.nullcontext():
+                y = run(x)
+                y.square().sum().backward()
+            found.append((y.detach(), x.grad))
+        if name != "a queue":  # it has more keys the second time
+            torch.testing.assert_close(*found, msg=lambda text, name=name: f"{name}: {text}")
+        assert found[0][0].is_cpu, name
+    x = leaf(random((2,), rank))
+    with torch.device("meta"):
+        module_state.sync(torch.nn.Linear(2, 2, device="cpu"), group=group)
+        assert gradcheck(lambda x: ag.all_gather(x.sin(), group=group), x)

@@ -150,9 +150,9 @@ def exchange_counts(  # noqa: PLR0917
             _require_fitting([_Facts._make(row) for row in told], number)
         return by_rank, arrived
     # What is on a device stays there: the range of choices is filled in as a tensor.
-    span, by_expert = torch.as_tensor(found.span), torch.as_tensor(found.counts)
+    span, by_expert = (torch.as_tensor(v, device=x.device) for v in (found.span, found.counts))
     facts = _Facts.of(x, routing, options, (0, 0))
-    row = torch.cat([span.new_tensor(facts), by_expert]).to(x.device)
+    row = torch.cat([span.new_tensor(facts), by_expert])
     row[6:8] = span
     if call.size == 1:
         rows = row[None].cpu()

@@ -60,7 +60,7 @@ def gradcheck(
     analytic = _backward(fn, inputs, group)
     numeric = _differences(fn, inputs, group, eps)
     worst = _Worst.of(inputs, analytic, numeric, atol, rtol)
-    rows = _gather_rows(torch.tensor(astuple(worst), dtype=torch.float64), group)
+    rows = _gather_rows(torch.tensor(astuple(worst), dtype=torch.float64, device="cpu"), group)
     found = [_Worst(*row) for row in rows.tolist()]
     wrong = {rank: "wrong" for rank, one in enumerate(found) if one.excess > 1}
     if wrong:
@@ -209,9 +209,9 @@ def _differences(
         if x.requires_grad
         for at in range(_reals(x).numel())
     ]
-    own = torch.tensor([len(moves)], dtype=torch.float64)
+    own = torch.tensor([len(moves)], dtype=torch.float64, device="cpu")
     counts = [int(row[0]) for row in _gather_rows(own, group).tolist()]
-    changes = torch.zeros(sum(counts), dtype=torch.float64)
+    changes = torch.zeros(sum(counts), dtype=torch.float64, device="cpu")
     step = 0
     for owner, count in enumerate(counts):
         for nth in range(count):
@@ -235,14 +235,16 @@ def _moved(inputs: Sequence[Tensor], move: tuple[int, int] | None, by: float) ->
         position, at = move
         x = copies[position]
         element, part = divmod(at, 2 if x.is_complex() else 1)
-        x[torch.unravel_index(torch.tensor(element), x.shape)] += complex(0, by) if part else by
+        x[torch.unravel_index(torch.tensor(element, device="cpu"), x.shape)] += (
+            complex(0, by) if part else by
+        )
     return [c.requires_grad_(x.requires_grad) for c, x in zip(copies, inputs, strict=True)]
 
 
 def _objective(fn: Function, inputs: Sequence[Tensor], rank: int) -> Tensor:
     """``<w, fn(inputs)>`` on this rank."""
     outputs = _outputs(fn, inputs)
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     for output, weight in zip(outputs, _weights(outputs, rank), strict=True):
         total = total + _inner(output, weight).cpu()
     return total
@@ -257,7 +259,7 @@ def _weights(outputs: Sequence[Tensor], rank: int) -> list[Tensor]:
     """The same numbers at every evaluation, different ones on every rank."""
     generator = torch.Generator().manual_seed(7919 + rank)
     return [
-        torch.randn(out.shape, dtype=out.dtype, generator=generator).to(out.device)
+        torch.randn(out.shape, dtype=out.dtype, generator=generator, device="cpu").to(out.device)
         for out in outputs
     ]
 
@@ -286,14 +288,14 @@ def _norm(x: Tensor) -> Tensor:
 
 def _gather_rows(row: Tensor, group: ProcessGroup | None) -> Tensor:
     """The rows of all ranks, on every rank; all rows have the same length."""
-    rows = torch.zeros(size_of(group), len(row), dtype=torch.float64)
+    rows = torch.zeros(size_of(group), len(row), dtype=torch.float64, device="cpu")
     rows[rank_of(group)] = row
     return sum_over_ranks(rows, group)
 
 
 def _require_exact(check: str, inputs: Sequence[Tensor], group: ProcessGroup | None) -> None:
     own = [f"{x.dtype}".removeprefix("torch.") for x in inputs if _coarse(x)]
-    rows = _gather_rows(torch.tensor([len(own)], dtype=torch.float64), group)
+    rows = _gather_rows(torch.tensor([len(own)], dtype=torch.float64, device="cpu"), group)
     bad = {rank: "too coarse" for rank, count in enumerate(rows[:, 0].tolist()) if count}
     if bad:
         found = ["coarser inputs" if rank in bad else "exact" for rank in range(len(rows))]
@@ -316,7 +318,7 @@ def _require_fit(
     there: Tensor, back: Tensor, x: Tensor, y: Tensor, group: ProcessGroup | None
 ) -> None:
     own = float(there.shape != y.shape or back.shape != x.shape)
-    rows = _gather_rows(torch.tensor([own], dtype=torch.float64), group)
+    rows = _gather_rows(torch.tensor([own], dtype=torch.float64, device="cpu"), group)
     bad = {rank: "does not fit" for rank, flag in enumerate(rows[:, 0].tolist()) if flag}
     if bad:
         found = ["other shapes" if rank in bad else "fits" for rank in range(len(rows))]
