@@ -1,8 +1,10 @@
 """Arguments that no loss can use, on one rank alone: an error on every rank, and nobody waits."""
 
+import numpy as np
 import pytest
 import torch
 
+import allgrad as ag
 from allgrad.errors import InputError
 from allgrad.losses import (
     KeyQueue,
@@ -11,6 +13,7 @@ from allgrad.losses import (
     multiple_negatives_loss,
     supcon_loss,
 )
+from losses.samples import features, ids_of
 from refusals import raises_everywhere
 
 IDS = torch.arange(3)
@@ -54,3 +57,26 @@ def test_nested_tensors_of_either_layout(rank, world):
     for layout in (torch.strided, torch.jagged):
         nested = torch.nested.nested_tensor(xs, layout=layout)
         torch.testing.assert_close(maxsim_loss(nested, nested, 1.0), want)
+
+
+@pytest.mark.ranks(3)
+def test_ids_of_any_integer_dtype_and_numbers_of_numpy(rank, world):
+    """Labels of datasets are often uint8, and a schedule gives a scale of NumPy."""
+    counts = (2, 0, 3)
+    x, y = (features(counts, seed, width=4)[rank] for seed in (1, 11))
+    ids = ids_of(counts, 5)[rank]
+    want = [supcon_loss(x, y, 2.0, ids, ids), multiple_negatives_loss(x, y, 2.0, ids=ids)]
+    for dtype in (torch.int32, torch.int16, torch.int8, torch.uint8):
+        own = ids.to(dtype if rank else torch.int64)  # ranks may differ
+        scale = np.float32(2)
+        got = [supcon_loss(x, y, scale, own, own), multiple_negatives_loss(x, y, scale, ids=own)]
+        torch.testing.assert_close(got, want)
+        queue = KeyQueue(8, 4, ids=True, dtype=torch.float64)
+        queue.push(x, own)
+        joined = ag.all_gather(ids, grad="none")
+        assert queue.ids[-len(joined) :].tolist() == joined.tolist()
+    raises_everywhere(
+        InputError,
+        lambda: supcon_loss(x, y, 2.0, ids.bool() if rank == 2 else ids, ids),
+        "query_ids is not a vector of whole numbers",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,7 +76,8 @@ def check_number(name: str, x: Tensor | float | None) -> None:
     if isinstance(x, Tensor):
         good = x.dtype in _FLOATING and x.numel() == 1 and bool(x.isfinite().all())
     else:
-        good = isinstance(x, (int, float)) and math.isfinite(x)
+        given: object = x  # also a number of NumPy
+        good = isinstance(given, Real) and math.isfinite(given)
     require(
         good,
         InputError,
