@@ -360,3 +360,34 @@ def test_ranks_end_with_their_caller_even_inside_a_call() -> None:
     while is_running(first) and time.monotonic() < give_up:
         time.sleep(0.01)
     assert not is_running(first)
+
+
+def test_a_module_of_main_can_be_compiled_inside_another() -> None:
+    script = """
+        import torch
+        from torch import nn
+        from torch.nn import functional as F
+        import allgrad as ag
+        from allgrad.testing import run_ranks
+
+        class Layer(nn.Module):
+            def forward(self, x):
+                return F.relu(ag.all_gather(x))
+
+        def body(compiled):
+            model = nn.Sequential(Layer())
+            if compiled:
+                model = torch.compile(model, backend="eager")
+            return model(torch.tensor([1.0, -1.0])).tolist()
+
+        if __name__ == "__main__":
+            print(run_ranks(body, 2, False) == run_ranks(body, 2, True) == [[1.0, 0.0] * 2] * 2)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout.split() == ["True"], done.stderr

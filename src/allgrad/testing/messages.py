@@ -26,7 +26,7 @@ class Entered:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Run a pickled ``(function, args)`` with the import path and directory of the caller."""
+    """Run a pickled ``(function, args, witness of main)`` with the caller's import path and directory."""
 
     pickled: bytes
     path: list[str]

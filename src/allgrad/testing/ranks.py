@@ -13,7 +13,7 @@ from allgrad.errors import InputError
 from allgrad.testing.failures import RankError, RankFailed, RanksStuck
 from allgrad.testing.messages import Call, Finished
 from allgrad.testing.pool import PATIENCE, Pool, Worker, as_answered
-from allgrad.testing.serialization import deserialize, serialize
+from allgrad.testing.serialization import deserialize, serialize, witness_of_main
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +61,8 @@ def run_in(  # noqa: PLR0917
     grace: float = _GRACE,
 ) -> list[T]:
     """Run a function on the ranks of a pool. ``grace`` is for the others when one has failed."""
-    pickled = serialize((fn, args), "run_ranks: the function or its arguments")
+    shipped = fn, args, witness_of_main()
+    pickled = serialize(shipped, "run_ranks: the function or its arguments")
     call = Call(pickled, sys.path, str(Path.cwd()))
     try:
         workers = pool.enter(world, backend)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from contextlib import contextmanager
 from functools import cache
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import ModuleType
 
-__all__ = ["CannotShip", "by_value", "deserialize", "serialize"]
+__all__ = ["CannotShip", "by_value", "deserialize", "fill_main", "serialize", "witness_of_main"]
 
 
 class CannotShip(AllgradError):
@@ -47,6 +49,21 @@ def deserialize(pickled: bytes, what: str) -> Any:
         return pickle.loads(pickled)  # noqa: S301 - from a process this one started, or was started by
     except Exception as error:
         raise CannotShip(f"{what} cannot be unpickled: {error}") from error
+
+
+def witness_of_main() -> FunctionType:
+    """A function that does nothing. Functions of ``__main__`` that are pickled with it share its globals."""
+    return FunctionType((lambda: None).__code__, vars(sys.modules["__main__"]))
+
+
+def fill_main(witness: FunctionType) -> None:
+    """Give ``__main__`` of this process what functions of the caller's ``__main__`` use.
+
+    TorchDynamo looks for their globals in the module of their name
+    (test_a_module_of_main_can_be_compiled_inside_another).
+    """
+    found = witness.__globals__.items()
+    vars(sys.modules["__main__"]).update({k: x for k, x in found if not k.startswith("__")})
 
 
 @contextmanager

@@ -25,7 +25,7 @@ import torch
 from allgrad._wire import world
 from allgrad.testing.failures import RankError
 from allgrad.testing.messages import Call, Enter, Entered, Finished
-from allgrad.testing.serialization import deserialize, serialize
+from allgrad.testing.serialization import deserialize, fill_main, serialize
 
 
 def main() -> None:
@@ -76,7 +76,8 @@ def _perform(call: Call, current: world.World) -> Finished | RankError:
     """Run the function; return its result or its failure as a message."""
     try:
         _reset(call, current.rank)
-        function, args = deserialize(call.pickled, "the function")
+        function, args, witness = deserialize(call.pickled, "the function")
+        fill_main(witness)
         result = function(*args)
         pickled = serialize(result, f"the result of rank {current.rank}", detach=True)
         untouched = current.untouched()
