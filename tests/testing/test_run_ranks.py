@@ -118,6 +118,7 @@ def test_each_call_begins_with_the_same_state() -> None:
     def spoil() -> None:
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(False)
+        torch.set_default_device("meta")
 
     def body() -> tuple[float, torch.dtype, bool]:
         return torch.rand(()).item(), torch.get_default_dtype(), torch.is_grad_enabled()

@@ -96,6 +96,7 @@ def _reset(call: Call, rank: int) -> None:
     os.chdir(call.directory)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
     torch.manual_seed(rank)
     random.seed(rank)
 
