@@ -287,6 +287,21 @@ def test_graphs_are_guarded_by_state_alone(rank):
 
 
 @pytest.mark.ranks(3)
+@pytest.mark.parametrize("op", ["prod", "logsumexp"])
+def test_second_derivative_of_a_linear_loss(rank, op):
+    """Also the first rank, and those off dst, come to every call of the graph again."""
+
+    def twice(x):
+        def total(x):
+            return ag.scan(x, op, exclusive=True).sum() + ag.reduce(x, 1, op).sum()
+
+        return func.grad(lambda x: func.grad(total)(x).square().sum())(x)
+
+    x = random((3,), rank)
+    same(compiled(twice)(x), twice(x), "the second derivative")
+
+
+@pytest.mark.ranks(3)
 def test_rank_that_sends_or_gets_nothing_takes_part(rank, world):
     """To second order, where the graph itself is differentiated."""
     for pairs in ([(0, 1)], [(2, 0), (0, 2)]):

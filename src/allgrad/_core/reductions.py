@@ -96,12 +96,21 @@ def _lowest(dtype: torch.dtype) -> float | bool:
     return -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
+def _prod(t: Tensor, dim: int) -> Tensor:
+    if t.shape[dim] == 1:
+        # The gradient of a product of one number, if it is zero or in a graph, is a constant for torch: the
+        # next derivative would come to the call on other ranks only, which have more
+        # (test_second_derivative_with_a_zero_on_the_first_rank).
+        t = torch.cat([t, torch.ones_like(t)], dim)
+    return t.prod(dim, dtype=t.dtype)
+
+
 REDUCTIONS: dict[str, Reduction] = {
     r.name: r
     for r in (
         Reduction("sum", "SUM", lambda t, d: t.sum(d, dtype=t.dtype), lambda _: 0, linear=True),
         Reduction("mean", "AVG", lambda t, d: t.mean(d), None, linear=True),
-        Reduction("prod", "PRODUCT", lambda t, d: t.prod(d, dtype=t.dtype), lambda _: 1),
+        Reduction("prod", "PRODUCT", _prod, lambda _: 1),
         Reduction("min", "MIN", lambda t, d: t.amin(d), _highest),
         Reduction("max", "MAX", lambda t, d: t.amax(d), _lowest),
         Reduction("logsumexp", None, lambda t, d: t.logsumexp(d), lambda _: -float("inf")),

@@ -112,15 +112,7 @@ def _scan(
     rows = Partition((0,) * len(xs), ((1,) * call.size,) * len(xs))
     gathered = apply(gather_pair(of_stacked(call), rows), [x.unsqueeze(0) for x in xs], stop=stop)
     upto = [t[: call.rank if exclusive else call.rank + 1] for t in gathered]
-    return [_reduced(reduction, t) if t.shape[0] else _of_nothing(reduction, t) for t in upto]
-
-
-def _reduced(reduction: reductions.Reduction, rows: Tensor) -> Tensor:
-    if reduction.name == "prod" and rows.shape[0] == 1:
-        # The product of a single zero has a gradient that torch takes for constant; the next derivative would
-        # come to the call on other ranks only (test_second_derivative_with_a_zero_on_the_first_rank).
-        rows = torch.cat([rows, torch.ones_like(rows)])
-    return reduction.stacked(rows, 0)
+    return [reduction.stacked(t, 0) if t.shape[0] else _of_nothing(reduction, t) for t in upto]
 
 
 def _of_nothing(reduction: reductions.Reduction, no_rows: Tensor) -> Tensor:
