@@ -47,6 +47,19 @@ def test_state_is_stored_and_loaded(rank, world):
 
 
 @pytest.mark.ranks(2)
+def test_pushed_in_inference_mode_it_serves_losses_outside(rank, world):
+    q, k = (leaf(features((3,), seed + rank)[0]) for seed in (1, 5))
+    keys, found = features((2,), 9 + rank)[0], []
+    for push_in in (torch.no_grad(), torch.inference_mode()):
+        queue = KeyQueue(4, 5, ids=True, dtype=torch.float64)
+        with push_in:
+            queue.push(keys * 1, torch.arange(2))
+        (gradient,) = torch.autograd.grad(multiple_negatives_loss(q, k, 5.0, queue=queue), q)
+        found.append((queue.features, queue.ids, queue.count, gradient))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.ranks(2)
 def test_push_before_backward_leaves_the_gradient(rank, world):
     q, k = (leaf(features((3,), seed + rank)[0]) for seed in (1, 5))
     queue = KeyQueue(4, 5, dtype=torch.float64)

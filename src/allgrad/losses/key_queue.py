@@ -113,6 +113,8 @@ class KeyQueue(HoldsGroup, _Queued, nn.Module):
     def extra_repr(self) -> str:
         return f"{self.capacity}, {self.width}, ids={self.ids is not None}"
 
+    # Buffers made in inference mode would be of no use to a later loss with a gradient.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def push(self, key: Tensor, ids: Tensor | None = None) -> None:
         """Append the keys of all ranks in rank order, and drop the oldest."""
