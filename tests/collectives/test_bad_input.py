@@ -25,6 +25,23 @@ EXCHANGING = {
 }
 
 
+SENDING_ELSEWHERE = {
+    "permute": (lambda x, odd: ag.permute(x, [(0, 2)] if odd else [(0, 1)]), "other pairs"),
+    "shift": (lambda x, odd: ag.shift(x, 2 if odd else 1), "other offset and wrap"),
+    "gather": (lambda x, odd: ag.gather(x, 1 if odd else 0), "1, not 0"),
+}
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", SENDING_ELSEWHERE)
+def test_a_rank_that_sends_elsewhere_is_named(rank, name):
+    """One of them waited for a piece that nobody sends it."""
+    call, odd = SENDING_ELSEWHERE[name]
+    raises_everywhere(
+        PieceMismatch, lambda: call(torch.zeros(2), rank == 1), f"{name}: the ranks", f"<- {odd}\n"
+    )
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("name", EXCHANGING)
 def test_width_mismatch_names_the_rank(rank, name):

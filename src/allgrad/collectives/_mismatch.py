@@ -38,13 +38,7 @@ def pieces_differ(
             lambda _, __: "another structure",
             "Give every rank the same containers, keys and lengths, with tensors in the same places.",
         )
-        or _unless_alike(
-            [args.root for args in ranks],
-            [f"root {args.root}" for args in ranks],
-            f"{name}: the ranks name one src or dst.",
-            lambda odd, usual: f"{ranks[odd].root}, not {ranks[usual].root}",
-            "Give every rank the same src or dst.",
-        )
+        or _roots_differ(call, ranks)
         or next(
             (
                 error
@@ -54,6 +48,26 @@ def pieces_differ(
             None,
         )
         or AllgradError(f"{name}: the ranks' messages differ in a way that cannot be told.")
+    )
+
+
+def _roots_differ(call: Call, ranks: Sequence[RankArgs]) -> InputError | None:
+    roots = [args.root for args in ranks]
+    if ranks[0].operation != "permute":
+        return _unless_alike(
+            roots,
+            [f"root {root}" for root in roots],
+            f"{call.name}: the ranks name one src or dst.",
+            lambda odd, usual: f"{roots[odd]}, not {roots[usual]}",
+            "Give every rank the same src or dst.",
+        )
+    what = "pairs" if call.name == "permute" else "offset and wrap"
+    return _unless_alike(
+        roots,
+        [str(args) for args in ranks],
+        f"{call.name}: the ranks send pieces to the same places.",
+        lambda _, __: f"other {what}",
+        f"Give every rank the same {what}.",
     )
 
 

@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 __all__ = ["amounts_of_src", "arriving_sizes", "compare_shapes", "held_pieces", "told_by_src"]
 
 
-def held_pieces(
-    call: Call, x: object, dim: object, sizes: Sizes, operation: str | None = None
+def held_pieces(  # noqa: PLR0917
+    call: Call, x: object, dim: object, sizes: Sizes, operation: str | None = None, root: int = -1
 ) -> tuple[Leaves, Partition]:
     """Check the pieces of a ragged whole, and find what each rank holds of it.
 
-    With ``sizes=None`` a mistake on one rank is told to all of them in the size exchange.
+    With ``sizes=None`` a mistake on one rank is told to all of them in the size exchange, which also
+    compares ``root``: the dst, or a number for where every rank sends to.
     """
     operation = operation or call.name
     find_out = sizes is None and call.size > 1
@@ -53,16 +54,16 @@ def held_pieces(
     leaves, known = check_for_all(call, operation, x, check, exchanged=find_out)
     if not find_out:
         return leaves, known
-    return leaves, Partition(known.dims, _sizes_by_rank(call, operation, leaves, known.dims))
+    return leaves, Partition(known.dims, _sizes_by_rank(call, operation, leaves, known.dims, root))
 
 
 def _sizes_by_rank(
-    call: Call, operation: str, leaves: Leaves, dims: Sequence[int]
+    call: Call, operation: str, leaves: Leaves, dims: Sequence[int], root: int
 ) -> tuple[tuple[int, ...], ...]:
     """What every rank holds of each leaf along its dim."""
     if not torch.compiler.is_compiling():
-        return _lengths(call, operation, leaves, dims)
-    found = _in_graph(call, operation, leaves, dims, outputs=len(dims) * call.size)
+        return _lengths(call, operation, leaves, dims, (), root)
+    found = _in_graph(call, operation, leaves, dims, outputs=len(dims) * call.size, root=root)
     own = [t.shape[dim] for t, dim in zip(leaves.tensors, dims, strict=True)]
     return _with_known(call, found, own)
 
@@ -148,9 +149,14 @@ def _with_known(
 
 
 def _lengths(
-    call: Call, operation: str, leaves: Leaves, dims: Sequence[int], *_: Any
+    call: Call,
+    operation: str,
+    leaves: Leaves,
+    dims: Sequence[int],
+    _amounts: SizesByTensor,
+    root: int,
 ) -> tuple[tuple[int, ...], ...]:
-    rows = exchange(call, operation, leaves, dims)
+    rows = exchange(call, operation, leaves, dims, None, root)
     lengths = rows.lengths()
     if lengths is None:
         raise pieces_differ(call, leaves, rows.decoded(), free=True)

@@ -96,7 +96,7 @@ def gather(
     call = wire.resolve("gather", group, lambda: describe(x, dim, given=f"dst={dst}, dim={dim}"))
     stop = check_grad(call, grad)
     root = check_rank("gather", call, "dst", dst)
-    leaves, partition = held_pieces(call, x, dim, sizes)
+    leaves, partition = held_pieces(call, x, dim, sizes, root=root)
     call = named(call, leaves)
     return leaves.run_parts(
         partition,

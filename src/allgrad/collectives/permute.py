@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["permute", "permute_pair", "shift"]
 
+_WORD = (1 << 62) - 1
+
 
 @overload
 def permute(
@@ -80,7 +82,7 @@ def permute(
     call = wire.resolve("permute", group, lambda: describe(x, dim, given=f"{pairs}, dim={dim}"))
     stop = check_grad(call, grad)
     to = _destinations("permute", call, pairs)
-    leaves, partition = held_pieces(call, x, dim, sizes)
+    leaves, partition = held_pieces(call, x, dim, sizes, root=_number(to))
     call = named(call, leaves)
     return leaves.run_parts(
         partition,
@@ -157,7 +159,7 @@ def shift(
         (rank + offset) % call.size if wrap or 0 <= rank + offset <= last else -1
         for rank in range(call.size)
     ]
-    leaves, partition = held_pieces(call, x, dim, sizes, "permute")
+    leaves, partition = held_pieces(call, x, dim, sizes, "permute", _number(to))
     call = named(call, leaves)
     return leaves.run_parts(
         partition,
@@ -166,6 +168,11 @@ def shift(
         async_op=async_op,
         key=key,
     )
+
+
+def _number(to: Sequence[int]) -> int:
+    """Tells destinations from others, which the ranks compare."""
+    return hash(tuple(to)) & _WORD  # of numbers: the same in every process
 
 
 def _ends(call: Call, partition: Partition, *to: int) -> Ends:
