@@ -20,7 +20,7 @@ import torch
 
 from allgrad._autograd import backward_order, call_order, transforms
 from allgrad._core import call_queue
-from allgrad._core.torch_internals import is_batched_gradient
+from allgrad._core.torch_internals import anchor_gradient, is_batched_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping, Sequence
@@ -184,7 +184,7 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor | None, ...]:
         batch, ctx.pending.batch = ctx.pending.batch, None
         found = _finished(ctx.pending.adjoint, ticket) if batch is None else batch
-        return None, None, *found
+        return None, anchor_gradient(ctx), *found
 
 
 @call_order.ordered

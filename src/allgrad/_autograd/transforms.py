@@ -23,6 +23,7 @@ from allgrad._core.torch_internals import (
     FakeTensor,
     VmapInterpreter,
     add_batch_dim,
+    anchor_gradient,
     any_autocast,
     below_view_tracking,
     current_interpreter,
@@ -61,7 +62,8 @@ __all__ = [
 
 # A result requires grad on every rank, even where the local piece does not: another rank's piece
 # may, and its backward needs every rank (test_piece_without_gradient_takes_part). Autograd marks a
-# result when some input requires grad; this one always does, is empty, and never gets a gradient.
+# result when some input requires grad; this one always does, is empty, and gets no gradient that
+# anybody reads (anchor_gradient).
 ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 _STATE = call_order.STATE
 
@@ -253,7 +255,7 @@ class _Apply(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.pair.call is not None:
             call_order.check(ctx, ctx.pair.call)
-        return None, None, *apply(ctx.pair.adjoint, gradients)
+        return None, anchor_gradient(ctx), *apply(ctx.pair.adjoint, gradients)
 
     @staticmethod
     def vmap(
@@ -298,7 +300,7 @@ class _Reverse(torch.autograd.Function):
         made = pair.made
         if made is not None and made.call.size > 1:
             call_order.check(ctx, made.call)
-        return None, None, *apply_adjoint(pair, gradients)
+        return None, anchor_gradient(ctx), *apply_adjoint(pair, gradients)
 
 
 # The same as _Reverse.apply outside of torch.func, less what that one does in Python.

@@ -50,6 +50,7 @@ __all__ = [
     "ReduceScatterOptions",
     "VmapInterpreter",
     "add_batch_dim",
+    "anchor_gradient",
     "any_autocast",
     "backend_device_types",
     "backend_for",
@@ -222,6 +223,18 @@ def before_node(node: Any, y: torch.Tensor, hook: Callable[[torch.Tensor], None]
     y._backward_hooks = {0: hook}
     node._register_hook_dict(y)
     y._backward_hooks = None  # the node has it; the caller's own hooks go into another dict
+
+
+def anchor_gradient(ctx: Any) -> torch.Tensor | None:
+    """The gradient that a backward returns for an anchor (transforms.ANCHOR): None.
+
+    Compiled autograd adds up the gradients of a tensor that several calls used, and cannot add None: it
+    gets an empty tensor. It is known by the class of its ``ctx``. Without it: a program with two
+    anchored calls raises under compiled autograd.
+    """
+    if type(ctx).__name__ == "FakeBackwardCFunction":
+        return torch.empty(0, device="cpu")
+    return None
 
 
 # The node that backward runs, for a hook that cannot hold it: the node holds the hook.

@@ -36,7 +36,7 @@ import torch
 from allgrad._autograd import call_order
 from allgrad._autograd.backward_order import current_chain
 from allgrad._autograd.transforms import ANCHOR, is_plain_autograd
-from allgrad._core.torch_internals import never_traced
+from allgrad._core.torch_internals import anchor_gradient, never_traced
 from allgrad._wire import primitives as wire
 from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._first_order import Inputs, Kept, first_gradients, loss_value
@@ -121,7 +121,7 @@ class _ContrastiveLoss(torch.autograd.Function):
         found = outside_autocast(
             first_gradients, ctx.config, x, by_loss, kept, needed, device=by_loss.device.type
         )
-        return None, None, *found
+        return None, anchor_gradient(ctx), *found
 
 
 # The same as _ContrastiveLoss.apply outside of torch.func, less what that one does in Python.

@@ -19,7 +19,7 @@ import torch
 
 from allgrad._autograd import call_order
 from allgrad._autograd.transforms import ANCHOR, in_lockstep, is_plain_autograd
-from allgrad._core.torch_internals import never_traced
+from allgrad._core.torch_internals import anchor_gradient, never_traced
 from allgrad._wire import primitives as wire
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.all_reduce import all_reduce
@@ -113,10 +113,11 @@ class _Mean(torch.autograd.Function):
         if torch.is_grad_enabled() or kept is None:  # create_graph=True, or a graph kept for more
             device = by_mean.device.type
             found = outside_autocast(_in_steps, ctx.how, saved, needed, by_mean, device=device)
-            return None, None, *found
+            return None, anchor_gradient(ctx), *found
         sums, inputs, factors = kept
         own, *others = _in_one_message(ctx.how, sums, inputs, factors, needed, by_mean)
-        return None, None, own[: len(saved[0])], *others  # without the row of the agreement
+        own = own[: len(saved[0])]  # without the row of the agreement
+        return None, anchor_gradient(ctx), own, *others
 
 
 def _in_one_message(  # noqa: PLR0917

@@ -16,7 +16,7 @@ import torch
 
 from allgrad._autograd.backward_order import current_chain
 from allgrad._autograd.transforms import ANCHOR, mode_anchor
-from allgrad._core.torch_internals import never_traced
+from allgrad._core.torch_internals import anchor_gradient, never_traced
 from allgrad.errors import ModeError
 from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._first_order import Inputs, Kept, first_gradients, loss_value
@@ -133,7 +133,7 @@ class _FirstGradients(_Mode):
             for value, change in zip(x, direction, strict=True)
         ]
         found = _SecondGradients.apply(ctx.config, ANCHOR, *x, by_loss, *along)  # type: ignore[no-untyped-call]
-        return None, None, None, *found
+        return None, None, anchor_gradient(ctx), *found
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:
