@@ -13,6 +13,7 @@ import torch.distributed as dist
 import allgrad as ag
 import reference
 from allgrad import errors
+from allgrad._autograd import async_calls
 from allgrad._core import call_queue
 from allgrad._wire import primitives
 from exactness import check_exact, grads, leaf, loss, pieces, random, same
@@ -115,6 +116,48 @@ def test_waiting_twice_on_another_thread_or_never(rank, world):
     same(x.grad, torch.full_like(x, 2.0 * world).detach(), "the gradient")
     del never
     assert ag.all_reduce(torch.ones(1)).item() == world
+
+
+@pytest.mark.ranks(2)
+def test_each_handle_waited_for_by_a_thread_of_its_own(rank, world, monkeypatch):
+    """The first thread has looked which handles are pending; before it goes on, the others wait for theirs."""
+    looked, threads, finished = threading.Event(), [], []
+
+    class Started(list):
+        def __iter__(self):
+            try:
+                yield from tuple(super().__iter__())
+            finally:
+                if threading.current_thread() is threads[0] and not looked.is_set():
+                    looked.set()
+                    for thread in threads[1:]:
+                        thread.join(0.3)  # long enough to come as far as they can
+
+    def keep_order(pending, ticket, finish=async_calls._finished):
+        finished.append(pending.pair)
+        return finish(pending, ticket)
+
+    started = Started()
+    monkeypatch.setattr(async_calls, "_started", lambda _: started)
+    monkeypatch.setattr(async_calls, "_finished", keep_order)
+    x = leaf(random((4,), rank))
+    calls = [ag.all_reduce, ag.all_gather, ag.reduce_scatter]
+    handles = [call(x, async_op=True) for call in calls]
+
+    def wait(handle):
+        assert handle is handles[0] or looked.wait(10)
+        handle.wait()
+
+    threads += [threading.Thread(target=wait, args=(h,), daemon=True) for h in handles]
+    for thread in reversed(threads):
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads), "they wait for each other"
+    assert [pair.name for pair in finished] == [call.__name__ for call in calls]
+    assert not started
+    sum(handle.wait().sum() for handle in handles).backward()
+    same(x.grad, torch.full_like(x, 2.0 * world + 1).detach(), "the gradient")
 
 
 @pytest.mark.ranks(2)

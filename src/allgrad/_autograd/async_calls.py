@@ -12,6 +12,7 @@ computation overlaps with the adjoint.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -115,12 +116,16 @@ def start(
     started = _started(pair)
 
     def finish() -> tuple[Tensor, ...]:
-        _finish_before(handle, started)
-        pending.chain = backward_order.current_chain()
-        return _finished(pending, ticket)
+        try:
+            _finish_before(handle, started)
+            pending.chain = backward_order.current_chain()
+            return _finished(pending, ticket)
+        finally:
+            _forget(own, started)
 
     handle = Handle(finish)
-    started.append(weakref.ref(handle))
+    own = weakref.ref(handle, lambda ref: _forget(ref, started))
+    started.append(own)
     chain = backward_order.current_chain()
     if chain is not None:
         chain.add_pending(handle.wait)
@@ -165,12 +170,24 @@ def _finish_before(
     """Finish the calls that were started before this one, whose data is here already.
 
     Backward runs in the order in which calls were finished; that must be the same on every rank,
-    whatever order each waits in (test_handles_waited_in_another_order).
+    whatever order each waits in (test_handles_waited_in_another_order). Each leaves the list when it is
+    finished, so that a thread waits for older calls only, also for those that other threads finish.
     """
-    while any(ref() is handle for ref in started):
-        oldest = started.pop(0)()
-        if oldest is not None and oldest is not handle:
-            oldest.wait()
+    pending = [ref() for ref in list(started)]
+    before = pending[: pending.index(handle)] if handle in pending else ()
+    for older in before:
+        if older is not None:
+            older.wait()
+
+
+def _forget(
+    ref: weakref.ref[Handle[tuple[Tensor, ...]]],
+    started: list[weakref.ref[Handle[tuple[Tensor, ...]]]],
+) -> None:
+    with contextlib.suppress(
+        ValueError
+    ):  # it left before: finished, or failed and waited for again
+        started.remove(ref)
 
 
 class _Start(torch.autograd.Function):
