@@ -184,9 +184,8 @@ def _forget(
     ref: weakref.ref[Handle[tuple[Tensor, ...]]],
     started: list[weakref.ref[Handle[tuple[Tensor, ...]]]],
 ) -> None:
-    with contextlib.suppress(
-        ValueError
-    ):  # it left before: finished, or failed and waited for again
+    # It may have left before: finished, or failed and waited for again.
+    with contextlib.suppress(ValueError):
         started.remove(ref)
 
 
