@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["permute", "permute_pair", "shift"]
 
-_WORD = (1 << 62) - 1
+_PRIME = (1 << 61) - 1
 
 
 @overload
@@ -171,8 +171,11 @@ def shift(
 
 
 def _number(to: Sequence[int]) -> int:
-    """Tells destinations from others, which the ranks compare."""
-    return hash(tuple(to)) & _WORD  # of numbers: the same in every process
+    """Tells destinations from others, which the ranks compare. TorchDynamo 2.11 traces no ``hash``."""
+    number = 0
+    for end in to:
+        number = (number * 1_000_003 + end + 2) % _PRIME
+    return number
 
 
 def _ends(call: Call, partition: Partition, *to: int) -> Ends:
