@@ -53,7 +53,9 @@ KiB, MiB = 1024, 1024 * 1024
 STAR_TOTAL = 64 * KiB  # of all ranks together
 STAR_SUM = COPIES_PIECE = 256 * KiB  # of one rank's piece
 STAR_SUM_OF_TWO = 4 * MiB
-STAR_SUM_CROWDED = 1 * MiB  # where ranks outnumber cores: few messages matter more than busy ranks
+# Where ranks outnumber cores, few messages matter more than busy ranks.
+STAR_SUM_CROWDED = 1 * MiB
+STAR_EXCHANGE_CROWDED = 1 * MiB  # of all ranks together
 STACKED_BLOCK = 128 * KiB  # of a reduce_scatter, added up when all are there
 REPEATED_BLOCK = 64 * KiB  # of larger ones, receives must be announced first between hosts
 PART = 64 * KiB  # of a block: larger ones travel by themselves rather than being put in order
@@ -135,15 +137,16 @@ def _star_sum(s: Situation) -> int:
     return STAR_SUM_CROWDED if s.topology.crowded and s.hosts == 1 else STAR_SUM
 
 
+def _star_exchange(s: Situation) -> bool:
+    """Where a message costs more than it carries: between hosts, or where ranks share cores."""
+    limit = STAR_TOTAL if s.hosts > 1 else STAR_EXCHANGE_CROWDED
+    costly = s.hosts > 1 or s.topology.crowded
+    return s.gloo and s.equal and s.ranks > 2 and costly and s.total <= limit
+
+
 def _linear(s: Situation) -> bool:
     """A root behind a link sends, or receives, every rank's bytes over it."""
     return s.gloo and (s.ranks == 2 or s.total <= (LINEAR_TOTAL if s.hosts == 1 else FLAT_TOTAL))
-
-
-def _repeated(s: Situation) -> bool:
-    """Short blocks between hosts, or where ranks share cores: there a message costs more than it carries."""
-    short = s.piece <= s.ranks * REPEATED_BLOCK
-    return s.gloo and s.equal and short and (s.hosts > 1 or (s.ranks > 2 and s.topology.crowded))
 
 
 def _one_to_a_host(s: Situation) -> bool:
@@ -253,10 +256,15 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
         Algorithm(
             "star",
             p2p.star_all_to_all,
-            lambda s: s.equal and _small(s) and (s.topology.crowded or s.hosts > 1),
+            _star_exchange,
             costs.star_all_to_all,
         ),
-        Algorithm("repeated", repeated.all_to_all, _repeated, costs.backend_all_to_all),
+        Algorithm(
+            "repeated",
+            repeated.all_to_all,
+            lambda s: s.gloo and s.equal and s.hosts > 1 and s.piece <= s.ranks * REPEATED_BLOCK,
+            costs.backend_all_to_all,
+        ),
         Algorithm(
             "receives_first",
             pairwise.all_to_all_receives_first,
