@@ -32,6 +32,8 @@ PROGRAMS = {
     ),
     "gradient penalty": penalty,
 }
+# TorchDynamo 2.11 ends in errors of its own there, on every rank.
+SINCE_2_13 = {"ring_attention", "gradient penalty"}
 
 
 def gradients(program, *xs):
@@ -54,6 +56,8 @@ def gradients(program, *xs):
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_several_calls_as_in_plain_autograd(rank, name):
+    if name in SINCE_2_13 and torch.__version__ < "2.13":
+        pytest.skip("TorchDynamo before 2.13 does not trace its backward")
     (want,), *found = gradients(PROGRAMS[name], leaf(random((3, 4), rank)))
     for (got,) in found:
         same(got, want, "the gradient")
