@@ -9,7 +9,6 @@ from allgrad.errors import InputError, PieceMismatch, TensorError
 from allgrad.losses import (
     KeyQueue,
     _relations,
-    multiple_negatives_loss,
     reference,
     siglip_loss,
     sigmoid_supcon_loss,
@@ -102,18 +101,6 @@ def test_one_set_of_samples_leaves_out_each_sample_itself(rank, world):
         return reference.supcon(x, x, *scalars, y, y, exclude_self=True)
 
     check_loss(None, run, whole, [features(counts, 10)], [SCALE])
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8])
-def test_ids_of_any_whole_dtype(rank, dtype):
-    """Labels are often bytes."""
-    query, key = features((3, 2), 10)[rank], features((3, 2), 20)[rank]
-    ids = ids_of((3, 2), 1)[rank]
-    want = supcon_loss(query, key, SCALE, ids, ids)
-    assert torch.equal(supcon_loss(query, key, SCALE, ids.to(dtype), ids.to(dtype)), want)
-    want = multiple_negatives_loss(query, key, SCALE, ids=ids)
-    assert torch.equal(multiple_negatives_loss(query, key, SCALE, ids=ids.to(dtype)), want)
 
 
 @pytest.mark.ranks(2)
