@@ -1,17 +1,22 @@
 """Checked mode: from the environment, and with threads that use groups of their own."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import allgrad as ag
+from allgrad._core import call_queue
 from allgrad._wire import consistency
 from allgrad._wire.consistency import CallSpec
+from allgrad._wire.groups import find_group
+from allgrad.errors import AllgradError
 from allgrad.testing import run_ranks
 
 
@@ -163,3 +168,45 @@ def test_any_wrong_argument_of_one_rank_is_named_on_every_rank(rank):
             call()
         assert wrong or "rank 1" in str(caught.value)
     assert ag.all_reduce(torch.ones(1)).item() == 3
+
+
+def pending_at_the_edge(late, leaving):
+    """A call is started on one side of a block's edge, and on one rank it runs on the other side."""
+    x, beyond = torch.full((2,), dist.get_rank() + 1.0), threading.Event()
+    inside, outside = ag.checked, contextlib.nullcontext
+    before, after = (inside, outside) if leaving else (outside, inside)
+    with before():
+        if dist.get_rank() == late:
+            call_queue.start(lambda: beyond.wait(20), find_group("test", None).queue)
+        pending = ag.all_reduce(x, grad="none", async_op=True)
+        if dist.get_rank() != late:
+            time.sleep(0.3)  # it runs before this rank comes to the edge
+    with after():
+        beyond.set()
+        plain = ag.all_reduce(10 * x, grad="none")
+        assert pending.wait().tolist() == [6.0, 6.0]
+    assert plain.tolist() == [60.0, 60.0]
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_call_pending_at_the_edge_of_a_block(late, leaving):
+    run_ranks(pending_at_the_edge, 3, late, leaving, timeout=20)
+
+
+def refused_behind_a_pending_call():
+    """One rank refuses its call while an earlier one has not run yet: the others hear of it in order."""
+    rank, beyond = dist.get_rank(), threading.Event()
+    with ag.checked():
+        if rank == 1:
+            call_queue.start(lambda: beyond.wait(20), find_group("test", None).queue)
+            threading.Timer(0.3, beyond.set).start()
+        pending = ag.all_reduce(torch.ones(2), grad="none", async_op=True)
+        with pytest.raises(AllgradError) as caught:
+            ag.all_reduce(torch.ones(2), op="sum" if rank != 1 else "nonsense")
+        assert pending.wait().tolist() == [3.0, 3.0]
+    assert type(caught.value).__name__ == ("ReductionError" if rank == 1 else "RankRaised")
+
+
+def test_a_refusal_waits_for_the_calls_before_it():
+    run_ranks(refused_behind_a_pending_call, 3, timeout=20)

@@ -22,6 +22,7 @@ import weakref
 from array import array
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -151,27 +152,26 @@ def checked(*, sites: bool = True) -> Generator[None]:
             "checked: a block cannot be compiled.\nCall the compiled function inside it."
         )
     before = _STATE.compare_sites
-    _switch(on=True)
-    _STATE.compare_sites = sites
+    _switch(on=True, sites=sites)
     try:
         yield
     finally:
-        _STATE.compare_sites = before
-        _switch(on=False)
+        _switch(on=False, sites=before)
 
 
 def is_checking() -> bool:
     return _STATE.depth > 0
 
 
-def _switch(*, on: bool) -> None:
+def _switch(*, on: bool, sites: bool = True) -> None:
     _STATE.depth += 1 if on else -1
+    _STATE.compare_sites = sites
     describe_calls(on)
-    wire.watch(_agree_first if _STATE.depth else None)
+    wire.watch(partial(_agree_first, sites) if _STATE.depth else None)
 
 
 @contextlib.contextmanager
-def _agree_first(call: Call, planned: WireCall) -> Generator[None]:
+def _agree_first(sites: bool, call: Call, planned: WireCall) -> Generator[None]:
     with _STATE.lock(call):
         in_backward = call_queue.in_backward()
         now = call_site()
@@ -188,7 +188,7 @@ def _agree_first(call: Call, planned: WireCall) -> Generator[None]:
             *_blocks(call, planned),
         )
         try:
-            _agree(call, mine, planned.device, planned)
+            _agree(call, mine, planned.device, planned, sites)
         except CollectiveMismatch as error:
             observers.refuse(call, planned, error)
             raise
@@ -252,15 +252,23 @@ def refuse(call: Call, error: Exception) -> NoReturn:
 
 def report_failure(call: Call, error: BaseException) -> None:
     """Answer the other ranks' next check with the error that ended this one."""
-    text = f"{type(error).__name__}: {error}"
-    number = _STATE.calls.get(call.group, 0)
-    mine = CallSpec(number, "raised", torch.int64, 0, -1, text, call_site())
-    with _STATE.lock(call):
-        _agree(call, mine, torch.device("cpu"))
+    about = f"{type(error).__name__}: {error}", call_site()
+
+    def answer() -> None:
+        with _STATE.lock(call):
+            number = _STATE.calls.get(call.group, 0)
+            mine = CallSpec(number, "raised", torch.int64, 0, -1, *about)
+            _agree(call, mine, torch.device("cpu"))
+
+    call_queue.in_turn(answer, call.group.queue)
 
 
 def _agree(
-    call: Call, mine: CallSpec, device: torch.device, planned: WireCall | None = None
+    call: Call,
+    mine: CallSpec,
+    device: torch.device,
+    planned: WireCall | None = None,
+    sites: bool = True,
 ) -> None:
     # Counted as a call: other ranks may still wait in the one before (test_late_between_checks).
     call.group.calls += 1
@@ -281,7 +289,7 @@ def _agree(
             if mine.operation != "raised":
                 raise diagnosis.raised_on(call, raised[0], specs[raised[0]].call)
             return
-        _compare(call, specs)
+        _compare(call, specs, sites)
         by_rank = [str(spec) for spec in specs]
     if planned is not None and mine.operation == "all_to_all":
         marks = _misfits(call, rows, planned, device)
@@ -336,13 +344,13 @@ _COMPARED: tuple[tuple[Callable[[CallSpec], object], str], ...] = (
     (lambda s: s.elements, "another shape"),
     (lambda s: s.sizes, "other sizes"),
     # Not from where backward came: a call that waits behind async ones runs on another thread.
-    (lambda s: s.site.partition(", from ")[0] if _STATE.compare_sites else "", "another line"),
+    (lambda s: s.site.partition(", from ")[0], "another line"),
 )
 
 
-def _compare(call: Call, specs: list[CallSpec]) -> None:
+def _compare(call: Call, specs: list[CallSpec], sites: bool) -> None:
     compared = _comparable(specs)
-    for value, words in _COMPARED:
+    for value, words in _COMPARED if sites else _COMPARED[:-1]:
         values = [value(spec) for spec in compared]
         if any(one != values[0] for one in values):
             usual = Counter(values).most_common(1)[0][0]
