@@ -259,11 +259,14 @@ def group_that_starts_with_its_first_call(device):
 
 
 def split_of_the_world(device):
-    """split_group shares the resources of the communicator that is there."""
-    dist.all_reduce(torch.ones(1, device=device))
-    # As init_process_group(device_id=) does; torch splits no other groups.
-    dist.group.WORLD.bound_device_id = torch.device(device, torch.cuda.current_device())
-    group = dist.split_group(split_ranks=[[0, 1]])
+    """split_group shares the resources of a communicator that torch starts with the world."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore("with a device", dist.group.WORLD.get_group_store())
+    dist.destroy_process_group()
+    here = torch.device(device, torch.cuda.current_device())
+    about = {"store": store, "rank": rank, "world_size": world, "device_id": here}
+    dist.init_process_group("nccl", **about)
+    group = dist.split_group(split_ranks=[[r, r + 1] for r in range(0, world, 2)])
     check_group(device, group)
 
 

@@ -36,9 +36,5 @@ def test_cases_are_exact_on_every_rank(backend, group, world):
     device, runs, why_not = BACKENDS[backend]
     if not runs:
         pytest.skip(why_not)
-    if group == "split group" and world > 2:
-        pytest.skip(
-            "torch 2.11 ends in SIGSEGV: it splits such a world only if made with a device_id"
-        )
     by_rank = run_ranks(Batch(group, device), world, backend=backend, timeout=60)
     assert by_rank == [list(CASES[group])] * world
