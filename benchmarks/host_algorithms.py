@@ -1,11 +1,11 @@
 """Which algorithm is the fastest between hosts, beside the one that the table chooses.
 
     python benchmarks/host_algorithms.py [--hosts 2 3 4] [--ranks-per-host 1 2 4 8] [--json FILE]
-        [--links unlimited 1gbit 200mbit] [--sizes 16KiB 256KiB] [--rounds 5] [--all]
+        [--links unlimited 1gbit 200mbit] [--sizes 12KiB 192KiB] [--rounds 5] [--all]
 
 Every operation by every algorithm of ``allgrad/_wire/algorithms.py``, forward, interleaved, in a new
 order each round; medians of the slowest rank. An algorithm that is predicted to take ``HOPELESS`` times
-as long as the best prediction is left out. Prints the cells in which another one than the chosen is
+as long as the best prediction is left out. Sizes should divide by 384 bytes, so that 2 to 32 ranks can share them. Prints the cells in which another one than the chosen is
 faster by more than a tenth (``--all``: every cell), then how many there are. Needs root on Linux: hosts
 are network namespaces.
 """
@@ -123,7 +123,7 @@ def main() -> None:
     options.add_argument("--hosts", type=int, nargs="+", default=[2, 3, 4])
     options.add_argument("--ranks-per-host", type=int, nargs="+", default=[1, 2, 4, 8])
     options.add_argument("--links", nargs="+", default=[UNLIMITED, "1gbit", "200mbit"])
-    options.add_argument("--sizes", nargs="+", default=["16KiB", "256KiB"])
+    options.add_argument("--sizes", nargs="+", default=["12KiB", "192KiB"])
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--all", action="store_true")
     options.add_argument("--json", type=Path)

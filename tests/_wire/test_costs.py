@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import allgrad as ag
 from allgrad._core.partition import even
-from allgrad._wire import algorithms, point_to_point
+from allgrad._wire import algorithms, point_to_point, situation
 from allgrad._wire.calls import resolve
 from allgrad._wire.groups import Backend
 from allgrad._wire.hosts import find_topology
@@ -52,7 +52,7 @@ def even_chunks(n, ranks):
 def all_gather(n, r):
     """``n`` are the bytes of each rank's piece, ``r`` is this rank."""
     world = len(n)
-    if sum(n) <= algorithms.STAR_TOTAL and world > 2:
+    if sum(n) <= situation.STAR_TOTAL and world > 2:
         return through_root(n, [sum(n)] * world, r)
     return all_gather_pairwise(n, r)
 
@@ -64,7 +64,7 @@ def all_gather_pairwise(n, r):
 
 def reduce_scatter(n, r):
     world = len(n)
-    if sum(n) <= algorithms.STAR_TOTAL and world > 2:
+    if sum(n) <= situation.STAR_TOTAL and world > 2:
         return through_root([sum(n)] * world, n, r)
     return reduce_scatter_pairwise(n, r)
 
@@ -76,10 +76,10 @@ def reduce_scatter_pairwise(n, r):
 
 
 def all_reduce(n, r):
-    limit = algorithms.STAR_SUM_OF_TWO
+    limit = situation.STAR_SUM_OF_TWO
     if len(n) > 2:
         crowded = find_topology(resolve("test", None)).crowded
-        limit = algorithms.STAR_SUM_CROWDED if crowded else algorithms.STAR_SUM
+        limit = situation.STAR_SUM_CROWDED if crowded else algorithms.STAR_SUM
     if n[r] <= limit:
         return through_root(n, n, r)
     chunk = even_chunks(n[r], len(n))
@@ -90,7 +90,7 @@ def all_reduce(n, r):
 def broadcast(n, r):
     """From rank 1."""
     n, others = n[r], len(n) - 1
-    if others == 1 or (others + 1) * n <= algorithms.LINEAR_TOTAL:
+    if others == 1 or (others + 1) * n <= situation.LINEAR_TOTAL:
         return ({"isend": others}, others * n, 0) if r == 1 else ({"irecv": 1}, 0, n)
     if r == 1:
         return {"isend": others}, n, 0
@@ -100,7 +100,7 @@ def broadcast(n, r):
 def reduce(n, r):
     """To rank 1."""
     n, others = n[r], len(n) - 1
-    if others == 1 or (others + 1) * n <= algorithms.LINEAR_TOTAL:
+    if others == 1 or (others + 1) * n <= situation.LINEAR_TOTAL:
         calls = {"irecv": others * chunks(n)} if r == 1 else {"isend": chunks(n)}
         return calls, *((0, others * n) if r == 1 else (n, 0))
     if r == 1:
@@ -134,7 +134,7 @@ def shift_back(n, r):
 def all_to_all(n, r):
     """Every rank cuts a piece of ``n[r]`` rows for each other; here all have the same."""
     others = n[r] // len(n) * (len(n) - 1)
-    small = len(n) * n[r] <= algorithms.STAR_EXCHANGE_CROWDED
+    small = len(n) * n[r] <= situation.STAR_EXCHANGE_CROWDED
     if len(n) == 2 or not small or not here().crowded:
         return peer_to_peer(len(n) - 1, len(n) - 1, others, others)
     return through_root(n, n, r)

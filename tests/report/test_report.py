@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from allgrad._wire.algorithms import Situation
 from allgrad._wire.groups import Backend
 from allgrad._wire.link_model import LOOPBACK, Links, predict, with_given
 from allgrad._wire.recorder import CLOSED_AT, EVENT_BYTES, HEADER_BYTES, MAGIC
+from allgrad._wire.situation import Situation
 from allgrad.errors import InputError
 from allgrad.report.findings import find
 from allgrad.report.load import load

@@ -22,7 +22,6 @@ import torch
 from allgrad._autograd import backward_order, call_order, transforms
 from allgrad._core import call_queue
 from allgrad._core.torch_internals import anchor_gradient, is_batched_gradient
-from allgrad._wire.primitives import pin_watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping, Sequence
@@ -88,8 +87,7 @@ class PendingCall:
     def start(self, xs: Sequence[Tensor]) -> None:
         pair, values = self.pair, [x.detach() for x in xs]
         queue = _SENDS_NOTHING if pair.call is None else pair.call.group.queue
-        run = pin_watcher(lambda: transforms.run_map(pair, values))
-        self._future = call_queue.start(run, queue)
+        self._future = call_queue.start(lambda: transforms.run_map(pair, values), queue)
 
     def wait(self) -> tuple[Tensor, ...]:
         assert self._future is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,7 +19,7 @@ from allgrad._core.torch_internals import in_backward_pass
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["QUEUES", "Queue", "in_backward", "in_turn", "is_free", "start"]
+__all__ = ["QUEUES", "Queue", "current_watcher", "in_backward", "in_turn", "is_free", "start"]
 
 T = TypeVar("T")
 
@@ -30,6 +30,7 @@ class _Queues:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.pending = 0
+        self.watcher: Any = None  # what a call that starts now runs inside, if anything
 
 
 class Queue:
@@ -48,6 +49,7 @@ class _Thread(threading.local):
 
     queue: Queue | None = None
     in_backward = False
+    watcher: Any = None
 
 
 QUEUES = _Queues()
@@ -55,12 +57,16 @@ _HERE = _Thread()
 
 
 def start(call: Callable[[], T], queue: Queue) -> Future[T]:
-    """Run a call on the queue's thread, after those before it, without recording a graph."""
-    backward = in_backward()
+    """Run a call on the queue's thread, after those before it, without recording a graph.
+
+    It runs inside the watcher of now: when it runs, some ranks may have entered a checked block, or left
+    one (test_a_call_pending_at_the_edge_of_a_block).
+    """
+    backward, watcher = in_backward(), current_watcher()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def run() -> T:
-        _HERE.queue, _HERE.in_backward = queue, backward
+        _HERE.queue, _HERE.in_backward, _HERE.watcher = queue, backward, watcher
         same_stream = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
         try:
             with torch.no_grad(), same_stream:
@@ -85,6 +91,11 @@ def is_free(queue: Queue) -> bool:
 def in_turn(call: Callable[[], T], queue: Queue) -> T:
     """Run a call here and now, or behind those that are pending."""
     return call() if is_free(queue) else start(call, queue).result()
+
+
+def current_watcher() -> Any:
+    """What a call that is made here runs inside."""
+    return QUEUES.watcher if _HERE.queue is None else _HERE.watcher
 
 
 def in_backward() -> bool:

@@ -36,7 +36,15 @@ if TYPE_CHECKING:
     from allgrad._wire.calls import Call
     from allgrad._wire.topology import Topology
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "carriers_of_sum", "reduce", "reduce_scatter"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "carriers_of_sum",
+    "reduce",
+    "reduce_scatter",
+    "ring_all_gather",
+]
 
 # Bytes of a sum for each rank of a host that carries some of it. A rank without a core of its own carries
 # more: messages cost it more than they save.
@@ -65,6 +73,26 @@ def all_gather(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
     for rank, arrival in coming.items():
         wait(call, out, arrival)
         works += start(call, [(blocks[rank], peer) for peer in after], ())
+    wait(call, out, works)
+    return out
+
+
+def ring_all_gather(call: Call, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Every rank's block, from each rank to the next, which passes it on.
+
+    rank 0   a  ->  1          rank 1   b, then a  ->  2          rank 2   c, then b  ->  0
+    """
+    out = x.new_empty((sum(counts), *x.shape[1:]))
+    blocks, ring = out.split(counts), range(call.size)
+    before, after = ring[call.rank - 1], ring[(call.rank + 1) % call.size]
+    sources = [ring[call.rank - turn] for turn in range(1, call.size)]
+    coming = [start(call, (), [(blocks[source], before)]) for source in sources]
+    works = [*start(call, [(x, after)], ())]
+    blocks[call.rank].copy_(x)
+    for source, arrival in zip(sources, coming, strict=True):
+        wait(call, out, arrival)
+        if source != after:
+            works += start(call, [(blocks[source], after)], ())
     wait(call, out, works)
     return out
 

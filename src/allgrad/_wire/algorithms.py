@@ -1,13 +1,10 @@
 """Which algorithm moves the bytes: one table, measured, with the limits and the cost of each entry.
 
-The first entry of an operation whose limit holds is taken. A limit may depend only on what every
-rank knows (a ``Situation``), so that all ranks take the same algorithm.
+The first entry of an operation whose limit holds is taken; ``situation`` has the limits.
 
-Gloo's own calls take up to five times as long as the algorithms here, on the host. Small messages
-take few steps; larger ones keep every rank at work. The limits are where that was best, or nearly
-so, both with 4 ranks on 2 cores and with a core for every rank. With two ranks, only all_reduce
-uses the star, and broadcast is never chunked. Gloo sends point to point only from host memory.
-NCCL, and backends that were not measured, get their own call where it takes the sizes.
+Gloo's own calls take up to five times as long as the algorithms here, on the host. With two ranks, only
+all_reduce uses the star, and broadcast is never chunked. Gloo sends point to point only from host
+memory. NCCL, and backends that were not measured, get their own call where it takes the sizes.
 
 For experiments, ``with algorithms.using(all_gather="broadcasts"):`` takes one whatever the limits.
 """
@@ -16,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from allgrad._core.partition import even
 from allgrad._wire import across_hosts, costs, eager, pairwise, repeated
@@ -24,7 +21,24 @@ from allgrad._wire import point_to_point as p2p
 from allgrad._wire.costs import Cost
 from allgrad._wire.groups import Backend
 from allgrad._wire.hosts import find_topology
-from allgrad._wire.topology import ONE_HOST, Topology
+from allgrad._wire.situation import (
+    COPIES_PIECE,
+    FLAT_PIECE,
+    REPEATED_BLOCK,
+    STACKED_BLOCK,
+    Situation,
+    always,
+    goes_around,
+    has_star_exchange,
+    is_linear,
+    is_shared_by_hosts,
+    is_small,
+    is_summed_by_hosts,
+    many_to_a_host,
+    one_to_a_host,
+    receives_first,
+    star_sum,
+)
 from allgrad.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,65 +51,14 @@ if TYPE_CHECKING:
 __all__ = [
     "CHOSEN",
     "MOVE_PARTS",
-    "PART",
     "TABLE",
     "Algorithm",
     "Choice",
     "Cost",
-    "Situation",
     "choose",
     "keep_choice",
     "using",
 ]
-
-KiB, MiB = 1024, 1024 * 1024
-# Limits in bytes.
-STAR_TOTAL = 64 * KiB  # of all ranks together
-STAR_SUM = COPIES_PIECE = 256 * KiB  # of one rank's piece
-STAR_SUM_OF_TWO = 4 * MiB
-# Where ranks outnumber cores, few messages matter more than busy ranks.
-STAR_SUM_CROWDED = 1 * MiB
-STAR_EXCHANGE_CROWDED = 1 * MiB  # of all ranks together
-STACKED_BLOCK = 128 * KiB  # of a reduce_scatter, added up when all are there
-REPEATED_BLOCK = 64 * KiB  # of larger ones, receives must be announced first between hosts
-PART = 64 * KiB  # of a block: larger ones travel by themselves rather than being put in order
-LINEAR_TOTAL = 4 * MiB
-FLAT_TOTAL = 64 * KiB  # of all ranks together, where hosts are several
-FLAT_PIECE = 16 * KiB
-
-
-class Situation(NamedTuple):
-    """What an algorithm may depend on; the same on every rank.
-
-    ``piece``: bytes of the largest piece (of reduce_scatter: of the largest block of the result).
-    ``total``: bytes of all pieces together. ``equal``: all have one size. ``can_add``: the
-    backend knows how to add the dtype. ``topology``: the ranks by host.
-    """
-
-    operation: str
-    backend: Backend
-    on_host: bool
-    ranks: int
-    piece: int
-    total: int
-    equal: bool = True
-    can_add: bool = True
-    topology: Topology = ONE_HOST
-
-    @property
-    def gloo(self) -> bool:
-        """Gloo, tensors on the host: where point-to-point messages pay."""
-        return self.backend is Backend.GLOO and self.on_host
-
-    @property
-    def hosts(self) -> int:
-        """How many hosts there are, as far as is known."""
-        return max(1, len(self.topology.hosts))
-
-    @property
-    def gloo_device(self) -> bool:
-        """Gloo, tensors on a device: Gloo copies them through the host."""
-        return self.backend is Backend.GLOO and not self.on_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,48 +80,6 @@ def _all_reduce_in_two_steps(call: Call, x: Tensor, *_: Any) -> Tensor:
     return choose(Situation("all_gather", *about)).run(call, own, counts).view(x.shape)
 
 
-def _always(_: Situation) -> bool:
-    return True
-
-
-def _small(s: Situation) -> bool:
-    return s.gloo and s.ranks > 2 and s.total <= STAR_TOTAL
-
-
-def _receives_first(s: Situation) -> bool:
-    """Not where ranks share cores, nor for the short messages of several ranks."""
-    small = s.equal and s.ranks > 2 and s.total <= STAR_TOTAL
-    return s.gloo and (s.hosts > 1 or not (s.topology.crowded or small))
-
-
-def _star_sum(s: Situation) -> int:
-    if s.ranks == 2:
-        return STAR_SUM_OF_TWO
-    return STAR_SUM_CROWDED if s.topology.crowded and s.hosts == 1 else STAR_SUM
-
-
-def _star_exchange(s: Situation) -> bool:
-    """Where a message costs more than it carries: between hosts, or where ranks share cores."""
-    limit = STAR_TOTAL if s.hosts > 1 else STAR_EXCHANGE_CROWDED
-    costly = s.hosts > 1 or s.topology.crowded
-    return s.gloo and s.equal and s.ranks > 2 and costly and s.total <= limit
-
-
-def _linear(s: Situation) -> bool:
-    """A root behind a link sends, or receives, every rank's bytes over it."""
-    return s.gloo and (s.ranks == 2 or s.total <= (LINEAR_TOTAL if s.hosts == 1 else FLAT_TOTAL))
-
-
-def _one_to_a_host(s: Situation) -> bool:
-    """Three hosts or more with one rank each: the backend's ring sends a sum as often as it must."""
-    return 2 < s.hosts == s.ranks and s.piece > FLAT_PIECE
-
-
-def _many_to_a_host(s: Situation) -> bool:
-    """Several hosts, some with several ranks: flat algorithms send them the same bytes."""
-    return s.gloo and 1 < s.hosts < s.ranks
-
-
 def _in_two_steps(s: Situation) -> Cost:
     parts = s._replace(piece=-(-s.piece // s.ranks), total=s.piece, can_add=False)
     first, second = (parts._replace(operation=name) for name in ("reduce_scatter", "all_gather"))
@@ -170,32 +91,33 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
         Algorithm(
             "across_hosts",
             across_hosts.all_reduce,
-            lambda s: (_many_to_a_host(s) or (s.gloo and s.hosts == 2)) and s.piece > FLAT_PIECE,
+            is_summed_by_hosts,
             costs.across_hosts_all_reduce,
         ),
         Algorithm("two_steps", _all_reduce_in_two_steps, lambda s: not s.can_add, _in_two_steps),
         Algorithm(
             "star",
             p2p.star_all_reduce,
-            lambda s: s.gloo and s.piece <= _star_sum(s) and not _one_to_a_host(s),
+            lambda s: s.gloo and s.piece <= star_sum(s) and not one_to_a_host(s),
             costs.star_all_reduce,
         ),
         Algorithm(
             "chunked",
             p2p.chunked_all_reduce,
-            lambda s: s.gloo and not _one_to_a_host(s),
+            lambda s: s.gloo and not one_to_a_host(s),
             costs.chunked_all_reduce,
         ),
-        Algorithm("backend", eager.all_reduce, _always, costs.backend_all_reduce),
+        Algorithm("backend", eager.all_reduce, always, costs.backend_all_reduce),
     ),
     "all_gather": (
+        Algorithm("ring", across_hosts.ring_all_gather, goes_around, costs.ring_all_gather),
         Algorithm(
             "across_hosts",
             across_hosts.all_gather,
-            lambda s: _many_to_a_host(s) and s.total > FLAT_TOTAL,
+            is_shared_by_hosts,
             costs.across_hosts_all_gather,
         ),
-        Algorithm("star", p2p.star_all_gather, _small, costs.star_all_gather),
+        Algorithm("star", p2p.star_all_gather, is_small, costs.star_all_gather),
         Algorithm(
             "copies",
             eager.all_gather_by_copies,
@@ -216,17 +138,17 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
             costs.list_all_gather,
         ),
         Algorithm(
-            "broadcasts", eager.all_gather_by_broadcasts, _always, costs.broadcasts_all_gather
+            "broadcasts", eager.all_gather_by_broadcasts, always, costs.broadcasts_all_gather
         ),
     ),
     "reduce_scatter": (
         Algorithm(
             "across_hosts",
             across_hosts.reduce_scatter,
-            lambda s: _many_to_a_host(s) and s.total > FLAT_TOTAL,
+            is_shared_by_hosts,
             costs.across_hosts_reduce_scatter,
         ),
-        Algorithm("star", p2p.star_reduce_scatter, _small, costs.star_reduce_scatter),
+        Algorithm("star", p2p.star_reduce_scatter, is_small, costs.star_reduce_scatter),
         Algorithm(
             "pairwise_stacked",
             pairwise.stacked_reduce_scatter,
@@ -250,13 +172,13 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
             costs.exchange_reduce_scatter,
         ),
         Algorithm("backend", eager.reduce_scatter, lambda s: s.equal, costs.backend_reduce_scatter),
-        Algorithm("backend_list", eager.reduce_scatter_list, _always, costs.list_reduce_scatter),
+        Algorithm("backend_list", eager.reduce_scatter_list, always, costs.list_reduce_scatter),
     ),
     "all_to_all": (
         Algorithm(
             "star",
             p2p.star_all_to_all,
-            _star_exchange,
+            has_star_exchange,
             costs.star_all_to_all,
         ),
         Algorithm(
@@ -269,31 +191,31 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
             "receives_first",
             pairwise.all_to_all_receives_first,
             # The backend's own call takes less processor time, but aborts where sizes do not fit.
-            _receives_first,
+            receives_first,
             costs.pairwise_all_to_all,
         ),
         Algorithm("pairwise", pairwise.all_to_all, lambda s: s.gloo, costs.pairwise_all_to_all),
-        Algorithm("backend", eager.all_to_all, _always, costs.backend_all_to_all),
+        Algorithm("backend", eager.all_to_all, always, costs.backend_all_to_all),
     ),
     "broadcast": (
         Algorithm(
             "across_hosts",
             across_hosts.broadcast,
-            lambda s: _many_to_a_host(s) and s.piece > FLAT_PIECE,
+            lambda s: many_to_a_host(s) and s.piece > FLAT_PIECE,
             costs.across_hosts_broadcast,
         ),
-        Algorithm("linear", p2p.linear_broadcast, _linear, costs.linear_broadcast),
+        Algorithm("linear", p2p.linear_broadcast, is_linear, costs.linear_broadcast),
         Algorithm("chunked", p2p.chunked_broadcast, lambda s: s.gloo, costs.chunked_broadcast),
-        Algorithm("backend", eager.broadcast, _always, costs.backend_broadcast),
+        Algorithm("backend", eager.broadcast, always, costs.backend_broadcast),
     ),
     "reduce": (
         Algorithm(
             "across_hosts",
             across_hosts.reduce,
-            lambda s: _many_to_a_host(s) and s.piece > FLAT_PIECE,
+            lambda s: many_to_a_host(s) and s.piece > FLAT_PIECE,
             costs.across_hosts_reduce,
         ),
-        Algorithm("linear", p2p.linear_reduce, _linear, costs.linear_reduce),
+        Algorithm("linear", p2p.linear_reduce, is_linear, costs.linear_reduce),
         Algorithm("chunked", p2p.chunked_reduce, lambda s: s.gloo, costs.chunked_reduce),
         Algorithm(
             "gather",
@@ -301,7 +223,7 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
             lambda s: s.backend is Backend.GLOO or not s.can_add,
             costs.gather_reduce,
         ),
-        Algorithm("backend", eager.reduce, _always, costs.backend_reduce),
+        Algorithm("backend", eager.reduce, always, costs.backend_reduce),
     ),
 }
 

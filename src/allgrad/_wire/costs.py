@@ -13,7 +13,7 @@ from allgrad._wire.across_hosts import carriers_of_sum
 from allgrad._wire.groups import Backend
 
 if TYPE_CHECKING:
-    from allgrad._wire.algorithms import Situation
+    from allgrad._wire.situation import Situation
 
 __all__ = ["Cost"]
 
@@ -200,10 +200,16 @@ def backend_all_gather(s: Situation) -> Cost:
     return _ring(s, moved, 1, 2 * s.piece, s.total)
 
 
+def ring_all_gather(s: Situation) -> Cost:
+    moved = (s.ranks - 1) * s.piece
+    return _ring(s, moved, 1, 2 * s.piece, s.total)._replace(calls=0)
+
+
 def list_all_gather(s: Situation) -> Cost:
     """NCCL makes a broadcast for every rank; Gloo gathers, and copies into the list."""
     if s.backend is Backend.NCCL:
-        return Cost(s.ranks, 2 * s.total, 2 * s.ranks, calls=1, memory=s.total)
+        between = s.total if s.hosts > 1 else 0
+        return Cost(s.ranks, 2 * s.total, 2 * s.ranks, calls=1, memory=s.total, between=between)
     return backend_all_gather(s)._replace(local=2 * s.total, memory=2 * s.total)
 
 
@@ -227,7 +233,8 @@ def backend_reduce_scatter(s: Situation) -> Cost:
 def list_reduce_scatter(s: Situation) -> Cost:
     """A reduce for every rank."""
     steps = s.ranks * (s.ranks - 1) if s.backend is Backend.GLOO else s.ranks
-    return Cost(steps, 2 * s.total, 2 * steps, 1, 3 * s.total, 2 * s.total, s.ranks)
+    between = s.total if s.hosts > 1 else 0
+    return Cost(steps, 2 * s.total, 2 * steps, 1, 3 * s.total, 2 * s.total, s.ranks, between)
 
 
 def backend_broadcast(s: Situation) -> Cost:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from allgrad._wire.algorithms import Situation, choose
+from allgrad._wire.algorithms import choose
 from allgrad._wire.groups import Backend
+from allgrad._wire.situation import Situation
 from allgrad._wire.topology import ONE_HOST, Topology
 from allgrad.errors import InputError
 

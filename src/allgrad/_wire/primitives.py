@@ -11,11 +11,10 @@ messages whose length the receiver does not know, where the backend can.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +26,7 @@ from allgrad._wire import costs, eager, observers, pairwise
 from allgrad._wire.algorithms import (
     CHOSEN,
     MOVE_PARTS,
-    PART,
     Algorithm,
-    Situation,
     choose,
     keep_choice,
 )
@@ -39,6 +36,7 @@ from allgrad._wire.groups import Backend, GroupLike
 from allgrad._wire.hosts import find_topology
 from allgrad._wire.observers import LOGGER, STATE
 from allgrad._wire.pairwise import Parts
+from allgrad._wire.situation import PART, Situation
 from allgrad.errors import ReductionError
 
 if TYPE_CHECKING:
@@ -61,14 +59,11 @@ __all__ = [
     "goes_unsized",
     "moves_parts",
     "overwrite",
-    "pin_watcher",
     "reduce",
     "reduce_scatter",
     "resolve",
     "watch",
 ]
-
-T = TypeVar("T")
 
 
 class WireCall(NamedTuple):
@@ -105,45 +100,9 @@ class _Operation:
     only: Algorithm | None = None
 
 
-_watcher: Watcher | None = None
-
-
-class _Pinned(threading.local):
-    """The watcher of the async call that this thread runs, and whether it runs one."""
-
-    watcher: Watcher | None = None
-    is_set = False
-
-
-_PINNED = _Pinned()
-
-
 def watch(watcher: Watcher | None) -> None:
     """Run every call inside ``watcher(call, wire_call)``; ``None`` ends it."""
-    global _watcher  # noqa: PLW0603
-    _watcher = watcher
-
-
-def pin_watcher(run: Callable[[], T]) -> Callable[[], T]:
-    """The same function, for another thread to run inside the watcher that is in force now.
-
-    Ranks come to an async call at different times. When it runs, some may have entered a checked
-    block, or left one (test_a_call_pending_at_the_edge_of_a_block).
-    """
-    watcher = _watcher
-
-    def pinned() -> T:
-        _PINNED.watcher, _PINNED.is_set = watcher, True
-        try:
-            return run()
-        finally:
-            _PINNED.watcher, _PINNED.is_set = None, False
-
-    return pinned
-
-
-def _watcher_here() -> Watcher | None:
-    return _PINNED.watcher if _PINNED.is_set else _watcher
+    QUEUES.watcher = watcher
 
 
 def all_reduce(call: Call, x: Tensor, scratch: bool = False) -> Tensor:
@@ -204,7 +163,11 @@ def goes_unsized(call: Call, x: Tensor) -> bool:
     In checked mode the ranks agree on sizes before a call. Between hosts, and among many ranks, a
     root tells sizes in fewer steps.
     """
-    if not 1 < call.size <= _MOST_UNSIZED or _watcher_here() is not None or not x.is_cpu:
+    if (
+        not 1 < call.size <= _MOST_UNSIZED
+        or call_queue.current_watcher() is not None
+        or not x.is_cpu
+    ):
         return False
     topology = call.group.topology or find_topology(call)
     return call.group.backend(x.device) is Backend.GLOO and len(topology.hosts) <= 1
@@ -235,7 +198,7 @@ def overwrite(call: Call, x: Tensor, src: int) -> Callable[[], None]:
 
     What ``x`` held is gone, except on ``src``.
     """
-    if _watcher_here() is None and call_queue.is_free(call.group.queue):
+    if call_queue.current_watcher() is None and call_queue.is_free(call.group.queue):
         return _start_overwriting(call, x, src)
 
     def run() -> Tensor:
@@ -258,7 +221,7 @@ def _start_overwriting(call: Call, x: Tensor, src: int) -> Callable[[], None]:
 def _dispatch(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) -> Tensor:
     if call.size == 1:
         return operation.alone(call, x, *args)
-    if _watcher is not None or QUEUES.pending:
+    if QUEUES.watcher is not None or QUEUES.pending:
         return _in_turn(operation, call, partial(_run, operation, call, x, args), x, *args)
     return _run(operation, call, x, args)
 
@@ -324,7 +287,7 @@ def _in_turn(
     operation: _Operation, call: Call, run: Callable[[], Tensor], x: Tensor, *args: Any
 ) -> Tensor:
     """Run a call after those that are pending, inside the watcher."""
-    watcher = _watcher_here()
+    watcher: Watcher | None = call_queue.current_watcher()
     if watcher is None:
         return call_queue.in_turn(run, call.group.queue)
 

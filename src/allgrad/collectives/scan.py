@@ -11,9 +11,9 @@ from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
 from allgrad._core.partition import Partition, pack_flat, unpack_like
 from allgrad._wire import primitives as wire
-from allgrad._wire.algorithms import FLAT_PIECE
 from allgrad._wire.calls import of_stacked
 from allgrad._wire.consistency import refuse
+from allgrad._wire.situation import FLAT_PIECE
 from allgrad.collectives._inputs import check_grad, describe, named, take_reduced
 from allgrad.collectives.all_gather import gather_pair
 from allgrad.errors import ReductionError

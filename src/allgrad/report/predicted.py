@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from allgrad._wire.algorithms import TABLE, Situation
+from allgrad._wire.algorithms import TABLE
 from allgrad._wire.groups import Backend
 from allgrad._wire.link_model import LOOPBACK, predict, with_given
+from allgrad._wire.situation import Situation
 from allgrad._wire.topology import ONE_HOST, Topology
 
 if TYPE_CHECKING:
