@@ -1,6 +1,8 @@
 """async_op: started here, waited for there, and the other way round in backward."""
 
 import gc
+import os
+import signal
 import threading
 import time
 import weakref
@@ -13,9 +15,10 @@ import torch.distributed as dist
 import allgrad as ag
 import reference
 from allgrad import errors
-from allgrad._autograd import async_calls
+from allgrad._autograd import async_calls, started_calls
 from allgrad._core import call_queue
 from allgrad._wire import primitives
+from allgrad._wire.groups import find_group
 from exactness import check_exact, grads, leaf, loss, pieces, random, same
 
 CALLS = {
@@ -138,7 +141,7 @@ def test_each_handle_waited_for_by_a_thread_of_its_own(rank, world, monkeypatch)
         return finish(pending, ticket)
 
     started = Started()
-    monkeypatch.setattr(async_calls, "_started", lambda _: started)
+    monkeypatch.setitem(started_calls.STATE.by_group, find_group("test", None), started)
     monkeypatch.setattr(async_calls, "_finished", keep_order)
     x = leaf(random((4,), rank))
     calls = [ag.all_reduce, ag.all_gather, ag.reduce_scatter]
@@ -292,3 +295,113 @@ def test_a_pending_call_holds_up_no_other_group(rank):
             found = reduced(0, 2), reduced(1, 2)
     wanted = {0: (4.0, 3.0), 1: (5.0, 3.0), 2: (4.0, 5.0)}[rank]
     assert [y[0].item() for y in found] == list(wanted)
+
+
+def in_a_thread(call):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def check_two_gathers(rank, world, gather):
+    """``gather(x, w)`` gives both gathered; ranks may wait for them in different places."""
+    n = 4
+    pairs = [(random((n,), 2 * r), random((n,), 2 * r + 1)) for r in range(world)]
+    x, w = (leaf(t) for t in pairs[rank])
+
+    def weigh(a, b):
+        weights = torch.arange(1.0, a.numel() + 1, dtype=a.dtype)
+        return (weights * a).sin().sum() + (weights * b).cos().sum()
+
+    weigh(*gather(x, w)).backward()
+    whole = [leaf(torch.cat(ts)) for ts in zip(*pairs, strict=True)]
+    (world * weigh(*whole)).backward()
+    for got, want in zip((x, w), whole, strict=True):
+        same(got.grad, want.grad[rank * n : (rank + 1) * n], "the gradient")
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_plain_call_comes_after_those_started_before_it(rank, world):
+    """Wherever each rank waits for them: before it or after it."""
+
+    def gather(x, w):
+        handle = ag.all_gather(x, sizes="equal", async_op=True)
+        a = handle.wait() if rank == 0 else None
+        b = ag.all_gather(w, sizes="equal")
+        return handle.wait() if a is None else a, b
+
+    check_two_gathers(rank, world, gather)
+
+
+@pytest.mark.ranks(2, 3)
+def test_handles_of_two_threads_waited_in_another_order(rank, world):
+    def gather(x, w):
+        first = in_a_thread(lambda: ag.all_gather(x, sizes="equal", async_op=True))
+        second = ag.all_gather(w, sizes="equal", async_op=True)
+        for handle in (first, second) if rank == 0 else (second, first):
+            handle.wait()
+        return first.wait(), second.wait()
+
+    check_two_gathers(rank, world, gather)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_handle_waited_without_grad_keeps_its_gradient(rank, world, mode):
+    """And the one started before it."""
+
+    def gather(x, w):
+        first = ag.all_gather(x, sizes="equal", async_op=True)
+        second = ag.all_gather(w, sizes="equal", async_op=True)
+        with mode():
+            logged = second.wait().sum().item()
+        assert logged == second.wait().sum().item()
+        return first.wait(), second.wait()
+
+    check_two_gathers(rank, world, gather)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("where", ["without grad", "in a thread"])
+def test_in_lockstep_a_handle_is_tied_where_it_was_started(rank, world, where):
+    x = leaf(random((4,), rank))
+    with ag.lockstep() as step:
+        a = ag.all_gather(x, sizes="equal")
+        handle = ag.all_reduce(x.sum(), async_op=True)
+        if where == "in a thread":
+            total = in_a_thread(handle.wait)
+        else:
+            with torch.no_grad():
+                total = handle.wait()
+        b = ag.all_gather(x, sizes="equal")
+    step.backward((a.square().sum() + total.sin() + b.cos().sum()) if rank == 0 else None)
+    whole = leaf(torch.cat([random((4,), r) for r in range(world)]))
+    (whole.square().sum() + whole.sum().sin() + whole.cos().sum()).backward()
+    same(x.grad, whole.grad[4 * rank : 4 * rank + 4], "the gradient")
+
+
+@pytest.mark.ranks(2)
+def test_a_handle_waited_for_inside_a_transform_says_so(rank, world):
+    x = leaf(random((4,), rank))
+    handle = ag.all_reduce(x, async_op=True)
+    with pytest.raises(errors.ModeError, match="Wait for it outside"):
+        torch.func.grad(lambda y: (handle.wait() * y).sum())(x.detach())
+    handle.wait().sum().backward()
+    same(x.grad, torch.full_like(x, float(world)).detach(), "the gradient")
+
+
+def test_a_forked_process_starts_calls_of_its_own():
+    ag.all_reduce(torch.ones(2), async_op=True).wait()
+    child = os.fork()
+    if child == 0:
+        done = ag.all_reduce(torch.ones(2), async_op=True).wait().tolist() == [1.0, 1.0]
+        os._exit(0 if done else 1)
+    until = time.monotonic() + 10
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < until:
+        time.sleep(0.05)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)

@@ -2,6 +2,7 @@
 
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -112,3 +113,38 @@ def test_gated_results_are_plain_tensors(rank, world):
         everyone = everyone + loss(sum(t.cos() for t in leaves), r) + (leaves[rank] * (r + 1)).sum()
         everyone = everyone + loss(torch.stack(leaves).amax(0), r)
     same(first, grads(everyone, leaves)[rank], "the gradient")
+
+
+def in_threads_that_follow_one_another():
+    """Each thread ends before the next begins, which may get its number."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    make_nodes(100)
+    x, w = (leaf(random((LENGTH,), 2 * rank + k)) for k in range(2))
+
+    def gathered(t, nodes):
+        def run():
+            z = t
+            for _ in range(nodes):
+                z = z * 1
+            return ag.all_gather(z, sizes="equal")
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(run).result()
+
+    a, b = gathered(x, 5 if rank == 0 else 0), gathered(w, 0 if rank == 0 else 5)
+    weights = torch.arange(1.0, LENGTH * world + 1, dtype=x.dtype)
+    try:
+        ((weights * a).sum() + (100 * weights * b).sum()).backward()
+    except AllgradError as error:
+        dist.destroy_process_group()
+        return type(error).__name__
+    own = world * weights[rank * LENGTH : (rank + 1) * LENGTH]
+    same(x.grad, own, "the gradient of the first")
+    same(w.grad, 100 * own, "the gradient of the second")
+    return "exact"
+
+
+def test_threads_one_after_the_other_are_several():
+    """New threads have no numbers below those of computations: exact, or an error on every rank."""
+    found = run_ranks(in_threads_that_follow_one_another, 2, timeout=60)
+    assert found in (["exact"] * 2, ["CollectiveMismatch"] * 2)

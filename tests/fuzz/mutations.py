@@ -82,7 +82,7 @@ MUTATIONS = (
     (
         "an order of backward",
         "_autograd/async_calls.py",
-        "            _finish_before(handle, started)\n",
+        "                started_calls.finish(group, before=handle)\n",
         "",
     ),
     (

@@ -12,19 +12,18 @@ computation overlaps with the adjoint.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import weakref
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from allgrad._autograd import backward_order, call_order, transforms
+from allgrad._autograd import backward_order, call_order, started_calls, transforms
 from allgrad._core import call_queue
 from allgrad._core.torch_internals import anchor_gradient, is_batched_gradient
+from allgrad.errors import ModeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping, Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from torch import Tensor
@@ -41,9 +40,9 @@ class Handle(Generic[T]):
     """A pending collective; ``wait()`` gives its result.
 
     Waiting twice gives the same result, or the same error, on any thread and in any order; each rank
-    may wait for the handles of one group in an order of its own, but for those of several groups all
-    ranks wait in one order: backward runs in it. A handle that nobody waits for still runs; without a
-    result there is no gradient.
+    may wait for the handles of one group where and in the order it likes, but for those of several groups
+    all ranks wait in one order: backward runs in it. The result has its gradient wherever it is waited for,
+    also under ``no_grad``. A handle that nobody waits for still runs; without a result there is no gradient.
     """
 
     def __init__(self, finish: Callable[[], T]) -> None:
@@ -111,22 +110,27 @@ def start(
     if stop or not transforms.needs_graph(xs):
         pending.start(xs)
         return Handle(pending.wait)
+    group = None if pair.call is None else pair.call.group
+    # Tied where it is started, not where, or on which thread, it is waited for.
+    chain = pending.chain = backward_order.current_chain()
     ticket = _Start.apply(pending, transforms.ANCHOR, *xs)  # type: ignore[no-untyped-call]
 
-    started = _started(pair)
-
     def finish() -> tuple[Tensor, ...]:
+        if not transforms.is_plain_autograd():
+            raise ModeError(
+                f"{pair.name}: its handle was started outside torch.func or forward mode, and is waited "
+                "for inside.\nWait for it outside."
+            )
         try:
-            _finish_before(handle, started)
-            pending.chain = backward_order.current_chain()
-            return _finished(pending, ticket)
+            # Somebody may only want to log it: its gradient, and those of older calls, stay.
+            with torch.inference_mode(False), torch.enable_grad():
+                started_calls.finish(group, before=handle)
+                return _finished(pending, ticket)
         finally:
-            _forget(own, started)
+            started_calls.forget(group, handle)
 
     handle = Handle(finish)
-    own = weakref.ref(handle, lambda ref: _forget(ref, started))
-    started.append(own)
-    chain = backward_order.current_chain()
+    started_calls.add(group, handle)
     if chain is not None:
         chain.add_pending(handle.wait)
     return handle
@@ -140,53 +144,6 @@ def _finished(pending: PendingCall, ticket: Tensor) -> tuple[Tensor, ...]:
     _, *results = _Wait.apply(pending, transforms.ANCHOR, ticket)  # type: ignore[no-untyped-call]
     gated = pending.is_ordered and call_order.STATE.gated
     return call_order.gate(tuple(results)) if gated else tuple(results)
-
-
-_THREAD = threading.local()
-
-
-class _NoGroup:
-    """Stands for the group of pairs that send nothing."""
-
-
-_NO_GROUP = _NoGroup()
-
-
-def _started(pair: AdjointPair) -> list[weakref.ref[Handle[tuple[Tensor, ...]]]]:
-    """The differentiable calls of this thread that nobody has waited for yet, the oldest first.
-
-    Those of one group: other ranks may not be in the pair's group, and do not wait for its calls
-    (test_handles_of_a_subgroup_leave_others_where_they_are).
-    """
-    if not hasattr(_THREAD, "started"):
-        _THREAD.started = weakref.WeakKeyDictionary()
-    by_group: MutableMapping[Any, list[weakref.ref[Handle[tuple[Tensor, ...]]]]] = _THREAD.started
-    return by_group.setdefault(_NO_GROUP if pair.call is None else pair.call.group, [])
-
-
-def _finish_before(
-    handle: Handle[tuple[Tensor, ...]], started: list[weakref.ref[Handle[tuple[Tensor, ...]]]]
-) -> None:
-    """Finish the calls that were started before this one, whose data is here already.
-
-    Backward runs in the order in which calls were finished; that must be the same on every rank,
-    whatever order each waits in (test_handles_waited_in_another_order). Each leaves the list when it is
-    finished, so that a thread waits for older calls only, also for those that other threads finish.
-    """
-    pending = [ref() for ref in list(started)]
-    before = pending[: pending.index(handle)] if handle in pending else ()
-    for older in before:
-        if older is not None:
-            older.wait()
-
-
-def _forget(
-    ref: weakref.ref[Handle[tuple[Tensor, ...]]],
-    started: list[weakref.ref[Handle[tuple[Tensor, ...]]]],
-) -> None:
-    # It may have left before: finished, or failed and waited for again.
-    with contextlib.suppress(ValueError):
-        started.remove(ref)
 
 
 class _Start(torch.autograd.Function):

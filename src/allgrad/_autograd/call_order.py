@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from threading import get_ident
+from threading import local
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import ref
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from allgrad._wire.calls import Call
     from allgrad._wire.groups import Group
 
-__all__ = ["STATE", "check", "gate", "ordered", "register"]
+__all__ = ["STATE", "THREAD", "check", "gate", "ordered", "register"]
 
 T = TypeVar("T", bound=type[torch.autograd.Function])
 
@@ -62,12 +62,24 @@ _ANY = 1 << 62
 _MOST_TASKS = 64
 
 
+class _Thread(local):
+    """What tells threads apart: numbers of those that have ended are used again
+    (test_threads_one_after_the_other_are_several).
+    """
+
+    def __init__(self) -> None:
+        self.token = object()
+
+
+THREAD = _Thread()
+
+
 class _State:
     """All calls that may still go backward."""
 
     def __init__(self) -> None:
         self.gated = False
-        self.thread: int | None = None  # that made the first of all calls
+        self.thread: object = None  # that made the first of all calls
         self.nodes: list[ref[Any]] = []  # of calls with a number, in their order
         self.look_at = 256  # so many, before the dead ones are dropped
         self.since = -1  # the backward pass in which gates began
@@ -96,7 +108,7 @@ class Order:
 
     def __init__(self) -> None:
         """No call so far."""
-        self.thread = get_ident()  # that made the calls
+        self.thread = THREAD.token  # that made the calls
         self.task = -1  # the backward pass that ran last,
         self.number, self.name = _ANY, ""  # the node it came to,
         self.before = -1, _ANY, ""  # and the same of the pass before
@@ -113,17 +125,17 @@ class Order:
 def register(ctx: Any, call: Call, x: Tensor) -> None:
     """Give the node of a differentiable call of ``x`` its place in the order."""
     group = call.group
-    if group.thread == get_ident() and x.is_cpu and not STATE.gated:
+    device, here = x.device, THREAD.token
+    if group.thread is here and x.is_cpu and not STATE.gated:
         return  # one thread: autograd's own number is its place
-    device, here = x.device, get_ident()
     order = group.orders.get(device) or _order_of(group, x)
     if STATE.thread is None:
         STATE.thread = here
     # A thread with a group of its own counts too: the calls of two groups may wait for each other.
-    several = order.thread != here or STATE.thread != here
+    several = order.thread is not here or STATE.thread is not here
     if not STATE.gated and (several or (device in group.orders and not x.is_cpu)):
         _start_gates(ctx)
-    if order.thread != here:
+    if order.thread is not here:
         order.thread = here
         _reserve_numbers()
     if not STATE.gated:

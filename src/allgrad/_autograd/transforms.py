@@ -11,14 +11,14 @@
 
 from __future__ import annotations
 
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from allgrad._autograd import call_order
+from allgrad._autograd import call_order, started_calls
+from allgrad._autograd.call_order import THREAD
 from allgrad._core.torch_internals import (
     FakeTensor,
     VmapInterpreter,
@@ -65,7 +65,7 @@ __all__ = [
 # result when some input requires grad; this one always does, is empty, and gets no gradient that
 # anybody reads (anchor_gradient).
 ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
-_STATE = call_order.STATE
+_STATE, _STARTED = call_order.STATE, started_calls.STATE
 
 
 def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tuple[Tensor, ...]:
@@ -78,6 +78,8 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
             return _plain(pair, xs)
         with torch.no_grad():
             return _run(_Constant, pair, xs) if transformed else _plain(pair, xs)
+    if _STARTED.count and pair.call is not None and not transformed and torch.is_grad_enabled():
+        started_calls.finish(pair.call.group)
     chain = _find_chain() if _find_chain is not None and torch.is_grad_enabled() else None
     if chain is not None:
         if transformed:
@@ -290,7 +292,9 @@ class _Reverse(torch.autograd.Function):
         if made is not None:
             call = made.call
             group = call.group
-            if group.size > 1 and (group.thread != get_ident() or _STATE.gated or not xs[0].is_cpu):
+            if group.size > 1 and (
+                group.thread is not THREAD.token or _STATE.gated or not xs[0].is_cpu
+            ):
                 call_order.register(ctx, call, xs[0])
         return run_map(pair, xs)
 

@@ -8,6 +8,7 @@ them in another order.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,17 +32,21 @@ class _Queues:
         self.lock = threading.Lock()
         self.pending = 0
         self.watcher: Any = None  # what a call that starts now runs inside, if anything
+        self.forks = 0  # a forked process has no threads of queues
+
+    def forget_threads(self) -> None:
+        self.lock, self.pending, self.forks = threading.Lock(), 0, self.forks + 1
 
 
 class Queue:
     """The calls of one group."""
 
-    __slots__ = ("pending", "thread")
+    __slots__ = ("forks", "pending", "thread")
 
     def __init__(self) -> None:
         """No call so far."""
         self.thread: ThreadPoolExecutor | None = None
-        self.pending = 0
+        self.pending = self.forks = 0
 
 
 class _Thread(threading.local):
@@ -53,6 +58,8 @@ class _Thread(threading.local):
 
 
 QUEUES = _Queues()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=QUEUES.forget_threads)
 _HERE = _Thread()
 
 
@@ -77,6 +84,8 @@ def start(call: Callable[[], T], queue: Queue) -> Future[T]:
                 queue.pending -= 1
 
     with QUEUES.lock:
+        if queue.forks != QUEUES.forks:
+            queue.thread, queue.pending, queue.forks = None, 0, QUEUES.forks
         queue.thread = queue.thread or ThreadPoolExecutor(1, "allgrad")
         QUEUES.pending += 1
         queue.pending += 1

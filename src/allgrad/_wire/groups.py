@@ -86,7 +86,7 @@ class Group:
         self.successors: dict[Hashable, Hashable] = {}  # and which one came after which (repeated)
         self.orders: dict[torch.device, Any] = {}  # how calls go backward (call_order)
         self.order: Any = None  # the one of tensors on the host,
-        self.thread = 0  # and the thread that made its calls
+        self.thread: Any = None  # and the thread that made its calls
         self.queue = Queue()  # of its async calls
         self.failed = False  # whether a message was lost: its ranks may meet no more
         self.registered = False  # whether the store knows this process (diagnosis.register)
