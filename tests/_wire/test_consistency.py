@@ -17,6 +17,7 @@ from allgrad._wire import consistency
 from allgrad._wire.consistency import CallSpec
 from allgrad._wire.groups import find_group
 from allgrad.errors import AllgradError
+from allgrad.losses import multiple_negatives_loss, reference
 from allgrad.testing import run_ranks
 
 
@@ -210,3 +211,29 @@ def refused_behind_a_pending_call():
 
 def test_a_refusal_waits_for_the_calls_before_it():
     run_ranks(refused_behind_a_pending_call, 3, timeout=20)
+
+
+def go_on_after_a_caught_error():
+    """One rank raises between two calls, and every rank catches what it gets."""
+    rank, x = dist.get_rank(), torch.eye(4, requires_grad=True)
+    for _ in range(4):  # so often that the next one is expected
+        multiple_negatives_loss(x, x.sin(), 5.0)
+    with ag.checked():
+        caught = ""
+        try:
+            with ag.lockstep():
+                ag.all_reduce(x)
+                1 / (rank != 1)
+                multiple_negatives_loss(x, x.sin(), 5.0)
+        except (ZeroDivisionError, AllgradError) as error:
+            caught = type(error).__name__
+        assert caught == ("ZeroDivisionError" if rank == 1 else "RankRaised")
+        ag.all_reduce(x).sum().backward()
+        assert torch.equal(x.grad, torch.full((4, 4), 3.0))
+    whole = torch.cat([x.detach()] * 3)
+    want = reference.multiple_negatives(whole, whole.sin(), 5.0).item()
+    return multiple_negatives_loss(x, x.sin(), 5.0).item() == pytest.approx(want)
+
+
+def test_the_group_can_be_used_after_a_caught_error():
+    assert all(run_ranks(go_on_after_a_caught_error, 3, timeout=40))

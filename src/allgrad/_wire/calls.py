@@ -41,6 +41,7 @@ __all__ = [
     "error_site",
     "group_key",
     "locate_calls",
+    "number_from",
     "of_flat",
     "of_graph",
     "of_stacked",
@@ -122,6 +123,11 @@ def resolve(name: str, group: GroupLike, details: Callable[[], str] | None = Non
     described = "" if details is None else details()
     serial = _serials[found] = _serials.get(found, 0) + 1
     return Call(found, found.rank, found.size, name, described, call_site(), serial)
+
+
+def number_from(group: Group, serial: int) -> None:
+    """Count the group's calls from here on: some ranks may have made calls that others did not."""
+    _serials[group] = serial
 
 
 def of_graph(  # noqa: PLR0917

@@ -30,10 +30,10 @@ import torch
 from allgrad._core import call_queue
 from allgrad._wire import diagnosis, eager, observers
 from allgrad._wire import primitives as wire
-from allgrad._wire.calls import OUTSIDE, UNKNOWN_SHAPES, call_site, describe_calls
+from allgrad._wire.calls import OUTSIDE, UNKNOWN_SHAPES, call_site, describe_calls, number_from
 from allgrad._wire.codec import DTYPES, HEADER_WORDS, Reader, Writer
 from allgrad._wire.groups import AGREEMENT, Backend
-from allgrad.errors import CollectiveMismatch, ModeError, rank_table
+from allgrad.errors import AllgradError, CollectiveMismatch, ModeError, rank_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from allgrad._wire.calls import Call
+    from allgrad._wire.groups import Group
     from allgrad._wire.primitives import WireCall
 
 __all__ = ["CallSpec", "checked", "is_checking", "refuse", "report_failure"]
@@ -270,6 +271,28 @@ def _agree(
     planned: WireCall | None = None,
     sites: bool = True,
 ) -> None:
+    """Compare this rank's next call with all others'; what has been counted until then may differ."""
+    try:
+        agreed = _compared(call, mine, device, planned, sites)
+    except AllgradError:
+        _begin_anew(call.group)
+        raise
+    if agreed is None:
+        _begin_anew(call.group)
+    else:
+        diagnosis.remember_agreed(call, agreed)
+
+
+def _begin_anew(group: Group) -> None:
+    """After a difference that all ranks have seen (test_the_group_can_be_used_after_a_caught_error)."""
+    number_from(group, _STATE.calls.get(group, 0))
+    group.disagreements += 1
+
+
+def _compared(
+    call: Call, mine: CallSpec, device: torch.device, planned: WireCall | None, sites: bool
+) -> list[str] | None:
+    """What each rank is about to do; ``None`` if this one has raised."""
     # Counted as a call: other ranks may still wait in the one before (test_late_between_checks).
     call.group.calls += 1
     call.group.doing = AGREEMENT, -1
@@ -288,14 +311,14 @@ def _agree(
         if raised:
             if mine.operation != "raised":
                 raise diagnosis.raised_on(call, raised[0], specs[raised[0]].call)
-            return
+            return None
         _compare(call, specs, sites)
         by_rank = [str(spec) for spec in specs]
     if planned is not None and mine.operation == "all_to_all":
         marks = _misfits(call, rows, planned, device)
         if marks:
             raise _mismatch(call, specs or [mine] * call.size, marks)
-    diagnosis.remember_agreed(call, by_rank)
+    return by_rank
 
 
 def _gathered(call: Call, row: Tensor, device: torch.device) -> Tensor:

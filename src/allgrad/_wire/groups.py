@@ -62,7 +62,7 @@ class Group:
 
     __slots__ = (
         *("__weakref__", "_device_types", "_name", "_ref"),
-        *("backends", "calls", "doing", "exchanged", "exchanges", "failed"),
+        *("backends", "calls", "disagreements", "doing", "exchanged", "exchanges", "failed"),
         *("last_exchange", "order", "orders", "queue", "rank", "registered"),
         *("size", "successors", "thread", "topology"),
     )
@@ -88,6 +88,7 @@ class Group:
         self.order: Any = None  # the one of tensors on the host,
         self.thread: Any = None  # and the thread that made its calls
         self.queue = Queue()  # of its async calls
+        self.disagreements = 0  # in checked mode, seen by every rank
         self.failed = False  # whether a message was lost: its ranks may meet no more
         self.registered = False  # whether the store knows this process (diagnosis.register)
         self.topology: Topology | None = None  # found out by the first call (hosts.find_topology)

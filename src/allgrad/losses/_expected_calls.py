@@ -68,8 +68,12 @@ class ExpectedCall:
 
 @dataclass(slots=True)
 class History:
-    """The calls of one group; the same on all of its ranks."""
+    """The calls of one group; the same on all of its ranks.
 
+    ``disagreements``: of the group, when it began. Then ranks may have made different calls.
+    """
+
+    disagreements: int = 0
     last: bytes = b""
     after: dict[bytes, ExpectedCall] = field(default_factory=dict)
 
@@ -105,8 +109,8 @@ _HISTORIES: weakref.WeakKeyDictionary[Group, History] = weakref.WeakKeyDictionar
 
 def history_of(group: Group) -> History:
     found = _HISTORIES.get(group)
-    if found is None:
-        found = _HISTORIES[group] = History()
+    if found is None or found.disagreements != group.disagreements:
+        found = _HISTORIES[group] = History(group.disagreements)
     return found
 
 
