@@ -33,11 +33,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allgrad._autograd import call_order
+from allgrad._autograd import call_order, started_calls
 from allgrad._autograd.backward_order import current_chain
 from allgrad._autograd.transforms import ANCHOR, is_plain_autograd
 from allgrad._core.torch_internals import anchor_gradient, never_traced
 from allgrad._wire import primitives as wire
+from allgrad._wire.groups import find_group
 from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._first_order import Inputs, Kept, first_gradients, loss_value
 from allgrad.losses._modes import first_order, loss_in_transform
@@ -61,6 +62,8 @@ def contrastive_loss(
     # features need no gradient (test_rank_without_gradient_takes_part).
     if not is_plain_autograd():
         return loss_in_transform(config, Inputs(q, k, scale, bias))
+    if started_calls.STATE.count and torch.is_grad_enabled():
+        started_calls.finish(find_group(config.name, config.layout.group))
     chain, device = current_chain(), q.device.type
     if chain is not None and torch.is_grad_enabled():
         (tied,) = chain.tie(

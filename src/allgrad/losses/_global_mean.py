@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from allgrad._autograd import call_order
+from allgrad._autograd import call_order, started_calls
 from allgrad._autograd.transforms import ANCHOR, in_lockstep, is_plain_autograd
 from allgrad._core.torch_internals import anchor_gradient, never_traced
 from allgrad._wire import primitives as wire
+from allgrad._wire.groups import find_group
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.losses._autocast import outside_autocast
@@ -65,6 +66,8 @@ class GlobalMean:
         message = self.packing.pack()
         if in_lockstep() or not torch.is_grad_enabled():
             return self.step_by_step(message, *own)
+        if started_calls.STATE.count:
+            started_calls.finish(find_group(self.name, self.group))
         mean: Tensor = _Mean.apply(self, ANCHOR, message, *own)  # type: ignore[no-untyped-call]
         if call_order.STATE.gated:
             (mean,) = call_order.gate((mean,))
