@@ -18,6 +18,9 @@ def step(model, x):
 def right():
     return dict(make_model=lambda: nn.Linear(3, 2), make_batch=batch, step=step, wrapper="ddp")
 
+def raising():
+    return right() | dict(step=lambda model, x: model(x) @ x)
+
 def number():
     return 3
 
@@ -41,6 +44,15 @@ def test_equal_and_different(module):
     done = CliRunner().invoke(app, [*words, "--wrapper", "none"])
     assert done.exit_code == 1, done.output
     assert "gradients that stay on their rank" in done.output
+
+
+def test_a_step_that_raises_is_shown_once():
+    done = CliRunner().invoke(app, ["parity", "own_training:raising", "--ranks", "2"])
+    assert done.exit_code == 1
+    assert isinstance(done.exception, SystemExit)
+    assert done.stderr.count("mat1 and mat2 shapes cannot be multiplied") >= 1
+    assert "own_training.py" in done.stderr
+    assert "pool.py" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -253,3 +253,11 @@ def test_adjoint_shapes_are_compared_on_every_rank() -> None:
     assert "\n  rank 1: other shapes" in str(said[0])
     assert "<- does not fit" in str(said[0])
     assert "rank 1: x (3,), A* y (3,), A x (3,), y (2,)" in str(said[1])
+
+
+def test_inputs_may_come_in_one_tuple() -> None:
+    x, y = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert gradcheck(torch.mul, (x, y))
+    assert gradgradcheck(torch.mul, [x, y])
+    with pytest.raises(TensorError, match="no tensor but int"):
+        gradcheck(torch.mul, x, 3)

@@ -40,6 +40,7 @@ def parity(
     Options replace what the function gives. The command fails if the step differs, and says where,
     by how much, and what it looks like.
     """
+    from allgrad.testing import RankFailed
     from allgrad.testing import parity as compare
 
     arguments = _arguments(target)
@@ -52,7 +53,11 @@ def parity(
     except TypeError as error:
         words = f"{target} gives other arguments than parity takes: {error}."
         raise typer.BadParameter(words, param_hint="target") from error
-    report = compare(**arguments)
+    try:
+        report = compare(**arguments)
+    except RankFailed as error:  # it has the traceback of the rank; ours says nothing more
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
     typer.echo(str(report))
     if not report:
         raise typer.Exit(1)

@@ -36,7 +36,7 @@ class NotAdjoint(AllgradError):
 
 def gradcheck(
     fn: Function,
-    *inputs: Tensor,
+    *inputs: Tensor | Sequence[Tensor],
     group: ProcessGroup | None = None,
     eps: float = 1e-6,
     atol: float = 1e-7,
@@ -55,11 +55,13 @@ def gradcheck(
     nodes of the graph that no local input needs take part too.
 
     Cost: two evaluations for each real number that requires grad, counted over all ranks.
+    Inputs may also come as one tuple, as for torch's ``gradcheck``.
     """
-    _require_exact("gradcheck", inputs, group)
-    analytic = _backward(fn, inputs, group)
-    numeric = _differences(fn, inputs, group, eps)
-    worst = _Worst.of(inputs, analytic, numeric, atol, rtol)
+    xs = _one_by_one(inputs)
+    _require_exact("gradcheck", xs, group)
+    analytic = _backward(fn, xs, group)
+    numeric = _differences(fn, xs, group, eps)
+    worst = _Worst.of(xs, analytic, numeric, atol, rtol)
     rows = _gather_rows(torch.tensor(astuple(worst), dtype=torch.float64, device="cpu"), group)
     found = [_Worst(*row) for row in rows.tolist()]
     wrong = {rank: "wrong" for rank, one in enumerate(found) if one.excess > 1}
@@ -76,9 +78,21 @@ def gradcheck(
     return True
 
 
+def _one_by_one(inputs: tuple[Tensor | Sequence[Tensor], ...]) -> tuple[Tensor, ...]:
+    if len(inputs) == 1 and isinstance(inputs[0], tuple | list):
+        inputs = tuple(inputs[0])
+    for x in inputs:
+        if not isinstance(x, Tensor):
+            raise TensorError(
+                f"gradcheck: an input is no tensor but {type(x).__name__}.\n"
+                "Pass tensors one by one, or in one tuple; bind other arguments with a lambda."
+            )
+    return inputs  # type: ignore[return-value]
+
+
 def gradgradcheck(
     fn: Function,
-    *inputs: Tensor,
+    *inputs: Tensor | Sequence[Tensor],
     group: ProcessGroup | None = None,
     eps: float = 1e-6,
     atol: float = 1e-7,
@@ -90,23 +104,24 @@ def gradgradcheck(
     inputs. Every floating-point input is taken to require grad, so that all ranks take part in
     both backward passes.
     """
-    _require_exact("gradgradcheck", inputs, group)
-    inputs = tuple(x.detach().requires_grad_(_floating(x)) for x in inputs)
-    upstream = [w.requires_grad_() for w in _weights(_outputs(fn, inputs), rank_of(group))]
+    given = _one_by_one(inputs)
+    _require_exact("gradgradcheck", given, group)
+    given = tuple(x.detach().requires_grad_(_floating(x)) for x in given)
+    upstream = [w.requires_grad_() for w in _weights(_outputs(fn, given), rank_of(group))]
 
     def gradients(*both: Tensor) -> tuple[Tensor, ...]:
-        xs = both[: len(inputs)]
+        xs = both[: len(given)]
         outputs = _outputs(fn, xs)
         return torch.autograd.grad(
             outputs,
             [x for x in xs if _floating(x)],
-            both[len(inputs) :],
+            both[len(given) :],
             create_graph=True,
             allow_unused=True,
             materialize_grads=True,
         )
 
-    return gradcheck(gradients, *inputs, *upstream, group=group, eps=eps, atol=atol, rtol=rtol)
+    return gradcheck(gradients, *given, *upstream, group=group, eps=eps, atol=atol, rtol=rtol)
 
 
 def adjoint_check(
