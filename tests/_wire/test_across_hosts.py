@@ -44,11 +44,15 @@ def group_on(layout):
     return group
 
 
+OTHERS = {"all_gather": "ring", "broadcast": "scattered", "reduce": "scattered"}
+
+
 @contextlib.contextmanager
-def forced(segment=across_hosts.SEGMENT):
+def forced(segment=across_hosts.SEGMENT, others=False):
     before, across_hosts.SEGMENT = across_hosts.SEGMENT, segment
     try:
-        with algorithms.using(**dict.fromkeys(OPERATIONS, "across_hosts")):
+        names = dict.fromkeys(OPERATIONS, "across_hosts") | (OTHERS if others else {})
+        with algorithms.using(**names):
             yield
     finally:
         across_hosts.SEGMENT = before
@@ -86,14 +90,24 @@ CALLS = {
 
 def test_every_algorithm_across_hosts_is_tested():
     assert sorted(CALLS) == sorted([*OPERATIONS, "all_to_all"])  # which is pairwise there too
+    found = {
+        (operation, entry.name)
+        for operation, entries in algorithms.TABLE.items()
+        for entry in entries
+        if entry.run.__module__ == across_hosts.__name__
+    }
+    assert found == {*OTHERS.items(), *((name, "across_hosts") for name in OPERATIONS)}
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("others", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_values_and_gradients_are_exact(layout):
+def test_values_and_gradients_are_exact(layout, others):
     group = group_on(layout)
-    for rows, call, wanted in CALLS.values():
-        with forced(segment=48):  # bytes: the last one is shorter
+    for name, (rows, call, wanted) in CALLS.items():
+        if others and name not in OTHERS:
+            continue
+        with forced(segment=48, others=others):  # bytes: the last one is shorter
             check_exact(lambda x, call=call: call(x, group), wanted, pieces([(n, 3) for n in rows]))
 
 
@@ -188,10 +202,36 @@ def test_receives_are_announced_before_data_goes_the_other_way(rank):
             assert posted.index(("recv", peer)) < posted.index(("send", peer)), name
 
 
+@pytest.mark.ranks(6)
+def test_with_three_hosts_no_link_carries_a_piece_for_each_of_the_others(rank):
+    """A root's link carries a chunk for each rank elsewhere, and then its share of the chunks."""
+    group = group_on("aabbcc")
+    topology = find_group("test", group).topology
+    x = torch.ones(3 * PIECE, requires_grad=True)
+    for name, call in {
+        "broadcast": lambda: ag.broadcast(x, 1, group=group),
+        "reduce": lambda: ag.reduce(x, 1, group=group),
+    }.items():
+        with Traffic() as traffic:
+            call()
+        about = name, Backend.GLOO, True, 6, x.nbytes, 6 * x.nbytes, True, True, topology
+        entry = algorithms.choose(algorithms.Situation(*about))
+        assert entry.name == "scattered"
+        away = [peer for peer in range(6) if topology.host_of[peer] != topology.host_of[rank]]
+        sent = torch.zeros(3, dtype=torch.int64)
+        sent[topology.host_of[rank]] = sum(traffic.sent_to[peer] for peer in away)
+        leaving = ag.all_reduce(sent, grad="none").tolist()
+        root, elsewhere = (4 / 3, 2 / 3) if name == "broadcast" else (2 / 3, 1)
+        assert leaving == [root * x.nbytes, elsewhere * x.nbytes, elsewhere * x.nbytes], name
+        moved = ag.all_reduce(torch.tensor(traffic.sent + traffic.received), "max").item()
+        assert entry.cost(algorithms.Situation(*about)).nbytes == pytest.approx(moved), name
+
+
 def test_one_rank_on_each_host_leaves_no_root_to_send_everything():
     four = Topology(((0,), (1,), (2,), (3,)), ("a", "b", "c", "d"))
     for name, wanted in (
         ("all_reduce", "backend"),
+        ("all_gather", "ring"),
         ("broadcast", "chunked"),
         ("reduce", "chunked"),
     ):

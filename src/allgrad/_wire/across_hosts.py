@@ -44,6 +44,8 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "ring_all_gather",
+    "scattered_broadcast",
+    "scattered_reduce",
 ]
 
 # Bytes of a sum for each rank of a host that carries some of it. A rank without a core of its own carries
@@ -183,6 +185,44 @@ def reduce(call: Call, x: Tensor, dst: int) -> Tensor:
     out = x.clone()
     for total in sums:
         out += total
+    return out
+
+
+def scattered_broadcast(call: Call, x: Tensor, src: int) -> Tensor:
+    """What ``src`` holds: a chunk to each rank, then an ``all_gather`` of the chunks.
+
+    With three hosts or more: otherwise the link of src carries everything once for each of the others.
+    """
+    counts = even(x.numel(), call.size)
+    chunks = x.view(-1).split(counts)
+    if call.rank != src:
+        own = x.new_empty(counts[call.rank])
+        wait(call, x, start(call, (), [(own, src)]))
+        return all_gather(call, own, counts).view(x.shape)
+    sends = [(chunk, rank) for rank, chunk in enumerate(chunks) if rank != src]
+    works = start(call, sends, ())
+    out = all_gather(call, chunks[src], counts).view(x.shape)
+    wait(call, x, works)
+    return out
+
+
+def scattered_reduce(call: Call, x: Tensor, dst: int) -> Tensor:
+    """The sum on ``dst``: a ``reduce_scatter``, whose chunks go to dst; zeros on the others.
+
+    The mirror image of ``scattered_broadcast``.
+    """
+    counts = even(x.numel(), call.size)
+    own = reduce_scatter(call, x.view(-1), counts)
+    if call.rank != dst:
+        works = start(call, [(own, dst)], ())
+        zeros = torch.zeros_like(x)
+        wait(call, x, works)
+        return zeros
+    out = torch.empty_like(x)
+    chunks = out.view(-1).split(counts)
+    works = start(call, (), [(chunk, rank) for rank, chunk in enumerate(chunks) if rank != dst])
+    chunks[dst].copy_(own)
+    wait(call, x, works)
     return out
 
 

@@ -31,6 +31,7 @@ from allgrad._wire.situation import (
     goes_around,
     has_star_exchange,
     is_linear,
+    is_scattered,
     is_shared_by_hosts,
     is_small,
     is_summed_by_hosts,
@@ -199,6 +200,9 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
     ),
     "broadcast": (
         Algorithm(
+            "scattered", across_hosts.scattered_broadcast, is_scattered, costs.scattered_broadcast
+        ),
+        Algorithm(
             "across_hosts",
             across_hosts.broadcast,
             lambda s: many_to_a_host(s) and s.piece > FLAT_PIECE,
@@ -209,6 +213,7 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
         Algorithm("backend", eager.broadcast, always, costs.backend_broadcast),
     ),
     "reduce": (
+        Algorithm("scattered", across_hosts.scattered_reduce, is_scattered, costs.scattered_reduce),
         Algorithm(
             "across_hosts",
             across_hosts.reduce,

@@ -302,3 +302,19 @@ def across_hosts_reduce(s: Situation) -> Cost:
     return across_hosts_broadcast(s)._replace(
         local=(s.hosts + 2) * s.piece, memory=(s.hosts + 1) * s.piece
     )
+
+
+def scattered_broadcast(s: Situation) -> Cost:
+    """A chunk to each rank, then an all_gather of the chunks."""
+    chunk = -(-s.piece // s.ranks)
+    between, others = _away(s) * chunk, s.ranks - 1
+    scatter = Cost(1, others * chunk, others, 2 / s.ranks, 0, 0, 0, between)
+    return scatter.then(across_hosts_all_gather(s._replace(piece=chunk, total=s.piece)))
+
+
+def scattered_reduce(s: Situation) -> Cost:
+    chunk = -(-s.piece // s.ranks)
+    summed = across_hosts_reduce_scatter(s._replace(piece=chunk, total=s.piece))
+    between, others = _away(s) * chunk, s.ranks - 1
+    gather = Cost(1, others * chunk, others, 2 / s.ranks, 2 * chunk, s.piece, 0, between)
+    return summed.then(gather)

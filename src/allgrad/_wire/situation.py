@@ -26,6 +26,7 @@ __all__ = [
     "goes_around",
     "has_star_exchange",
     "is_linear",
+    "is_scattered",
     "is_shared_by_hosts",
     "is_small",
     "is_summed_by_hosts",
@@ -53,6 +54,7 @@ FLAT_TOTAL = 16 * KiB  # of all ranks together
 FLAT_PIECE = 8 * KiB
 FLAT_ALONE = 16 * KiB  # of a piece, with one rank on each host
 RING_PIECE = 64 * KiB  # of which each of many steps carries one
+SCATTERED_PIECE = 32 * KiB  # from or to one root, with three hosts or more
 ROOT_TOTAL = 64 * KiB  # of all ranks together, from or to one root
 
 
@@ -140,6 +142,11 @@ def goes_around(s: Situation) -> bool:
 def is_shared_by_hosts(s: Situation) -> bool:
     """Every rank's piece on every host; with one rank on each, receives are announced first."""
     return s.gloo and s.hosts > 1 and s.total > FLAT_TOTAL
+
+
+def is_scattered(s: Situation) -> bool:
+    """The link of the root would carry a piece once for each other host."""
+    return many_to_a_host(s) and s.hosts > 2 and s.piece > SCATTERED_PIECE
 
 
 def is_summed_by_hosts(s: Situation) -> bool:
