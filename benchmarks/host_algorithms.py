@@ -2,6 +2,7 @@
 
     python benchmarks/host_algorithms.py [--hosts 2 3 4] [--ranks-per-host 1 2 4 8] [--json FILE]
         [--links unlimited 1gbit 200mbit] [--sizes 12KiB 192KiB] [--rounds 5] [--all]
+        [--only all_reduce broadcast]
 
 Every operation by every algorithm of ``allgrad/_wire/algorithms.py``, forward, interleaved, in a new
 order each round; medians of the slowest rank. An algorithm that is predicted to take ``HOPELESS`` times
@@ -45,13 +46,14 @@ class Place(NamedTuple):
         return self.hosts * self.local
 
 
-def worth_trying(place: Place, nbytes: int) -> list[Cell]:
-    """Every operation at this size, by the algorithms that may win."""
+def worth_trying(place: Place, nbytes: int, operations: list[str]) -> list[Cell]:
+    """Operations at this size, by the algorithms that may win."""
     unit = next((unit for unit in UNITS if place.link.endswith(unit)), None)
     rate = float(place.link.removesuffix(unit)) * UNITS[unit] if unit else None
     links = replace(LOOPBACK, cores=host_cores(), between_bandwidth=rate)
     found = []
-    for operation, entries in algorithms.TABLE.items():
+    for operation in operations:
+        entries = algorithms.TABLE[operation]
         s = situation(operation, place.ranks, nbytes, topology=world(place.ranks, place.local))
         one_each = [e for e in entries if e.name != "two_steps"]
         seconds = {e.name: predict(s, links, e).seconds for e in one_each}
@@ -74,9 +76,11 @@ def chosen_on_ranks(cells: list[Cell], ranks: int) -> list[str]:
     ]
 
 
-def measure(made: Hosts, place: Place, sizes: list[int], rounds: int) -> list[dict[str, Any]]:
+def measure(
+    made: Hosts, place: Place, sizes: list[int], operations: list[str], rounds: int
+) -> list[dict[str, Any]]:
     """One row for each operation and size: seconds by algorithm, and the chosen one."""
-    cells = [cell for nbytes in sizes for cell in worth_trying(place, nbytes)]
+    cells = [cell for nbytes in sizes for cell in worth_trying(place, nbytes, operations)]
     chosen = made.run(chosen_on_ranks, cells, place.ranks)[0]
     by_rank = made.run(time_cells, cells, rounds, timeout=900.0)
     rows: dict[tuple[str, int], dict[str, Any]] = {}
@@ -124,6 +128,7 @@ def main() -> None:
     options.add_argument("--ranks-per-host", type=int, nargs="+", default=[1, 2, 4, 8])
     options.add_argument("--links", nargs="+", default=[UNLIMITED, "1gbit", "200mbit"])
     options.add_argument("--sizes", nargs="+", default=["12KiB", "192KiB"])
+    options.add_argument("--only", nargs="+", choices=algorithms.TABLE, default=[*algorithms.TABLE])
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--all", action="store_true")
     options.add_argument("--json", type=Path)
@@ -139,7 +144,8 @@ def main() -> None:
                 for link in sorted(given.links, key=UNLIMITED.__ne__):
                     if link != UNLIMITED:
                         made.set_rate(link)
-                    found = measure(made, Place(hosts, local, link), sizes, given.rounds)
+                    place = Place(hosts, local, link)
+                    found = measure(made, place, sizes, given.only, given.rounds)
                     rows += found
                     for row in found:
                         if given.all or ratio(row) > NOISE:

@@ -54,7 +54,7 @@ FLAT_TOTAL = 16 * KiB  # of all ranks together
 FLAT_PIECE = 8 * KiB
 FLAT_ALONE = 16 * KiB  # of a piece, with one rank on each host
 RING_PIECE = 64 * KiB  # of which each of many steps carries one
-SCATTERED_PIECE = 32 * KiB  # from or to one root, with three hosts or more
+SCATTERED_PIECE = 128 * KiB  # from or to one root, with three hosts or more
 ROOT_TOTAL = 64 * KiB  # of all ranks together, from or to one root
 
 
