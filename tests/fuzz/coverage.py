@@ -96,6 +96,12 @@ def features(program: Program) -> set[str]:
             found |= {"compiled on some ranks"} if some else set()
         elif isinstance(step, WaitInOrder):
             found.add("waited in another order")
+            found |= {"waited without grad"} if step.quiet else set()
+            found |= (
+                {"waited earlier on some ranks"}
+                if len(set(map(frozenset, step.orders))) > 1
+                else set()
+            )
     for call in program.calls():
         found.add(f"ag.{call.name}")
         found |= {f"{key}={call.options[key]}" for key in ("op", "grad") if key in call.options}

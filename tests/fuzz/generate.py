@@ -48,6 +48,8 @@ class Builder:
     def __init__(self, seed: int, *, compiled: bool) -> None:
         self.seed, self.random, self.compiled = seed, Random(seed), compiled
         self.world = self.random.choice((1, 2, 2, 3, 3, 3, 4, 4))
+        # Of handles of one group a rank may wait for some earlier than others do.
+        self.one_group = not compiled and Random(~seed).random() < 0.25
         self.lockstep = self.chance(0.35)
         self.ending = self.random.choice(("together", "each", "second", "second"))
         if compiled and self.chance(0.5):
@@ -218,7 +220,7 @@ class Builder:
         self.attempt(Change(name, f"history({self.random.choice((3, 50, 400))} * rank)"))
 
     def add_wait(self) -> None:
-        if len(self.oracle.pending) > 1 and self.chance(0.5):
+        if len(self.oracle.pending) > 1 - self.one_group and self.chance(0.5):
             self.add_wait_in_order()
         if self.oracle.pending:
             handle = self.random.choice(sorted(self.oracle.pending))
@@ -236,8 +238,11 @@ class Builder:
         ]
         for order in orders:
             self.random.shuffle(order)
-        if len(handles) > 1:
-            self.attempt(WaitInOrder(tuple(handles), tuple(map(tuple, orders))))
+            if self.one_group:
+                del order[self.random.randint(0, len(order)) :]
+        if len(handles) > 1 or self.one_group:
+            quiet = self.one_group and self.chance(0.5)
+            self.attempt(WaitInOrder(tuple(handles), tuple(map(tuple, orders)), quiet))
 
     def add_change(self) -> None:
         """Change a result in place at once, or an input once the call is done with it."""

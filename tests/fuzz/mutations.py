@@ -86,6 +86,12 @@ MUTATIONS = (
         "",
     ),
     (
+        "an order of plain and async calls",
+        "_autograd/transforms.py",
+        "        started_calls.finish(pair.call.group)\n",
+        "        pass\n",
+    ),
+    (
         "a token that is not handed on",
         "_autograd/backward_order.py",
         "self._last, *results = node(self._last)",

@@ -65,10 +65,11 @@ class Wait:
 
 @dataclass(frozen=True)
 class WaitInOrder:
-    """Ranks wait for the same handles, each in an order of its own; their results come later."""
+    """Each rank waits for some of the handles, in an order of its own; their results come later."""
 
     handles: tuple[str, ...]
     orders: tuple[tuple[str, ...], ...]  # by rank
+    quiet: bool = False  # without grad
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,10 @@ class Writer:
         lines = [
             f"{'el' * (rank > 0)}if rank == {rank}:\n    handles = {code[rank]}" for rank in code
         ]
-        return "\n".join([*lines, "for handle in handles:\n    handle.wait()"])
+        mode = "torch.no_grad" if s.quiet else "torch.enable_grad"
+        return "\n".join(
+            [*lines, f"with {mode}():\n    for handle in handles:\n        handle.wait()"]
+        )
 
     def _put(self, outs: tuple[str, ...], code: str, nest: str) -> str:
         if not nest:

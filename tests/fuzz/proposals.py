@@ -27,6 +27,8 @@ def propose(builder: Builder, name: str, *, linear: bool, in_block: bool) -> Cal
     rng, env = builder.random, builder.oracle.env
     what = rng.choice(SAME_SHAPE + RAGGED)
     comm = rng.choice(["world"] * 3 + list(builder.oracle.comms))
+    if builder.one_group:
+        comm = "world"
     groups = builder.oracle.comms[comm]
     given = name or rng.choice(builder.names())
     if any(r not in env[given] for group in groups for r in group):

@@ -50,6 +50,7 @@ def test_every_feature_is_in_the_share():
     wanted |= {"empty piece", "ragged", "strides", "large", "several losses", "numbers: ties"}
     wanted |= {"float32", "float16", "bfloat16", "complex", "numbers: int", "numbers: bool"}
     wanted |= {"a rank without loss", "a rank without gradient", "waited in another order"}
+    wanted |= {"waited earlier on some ranks", "waited without grad"}
     wanted |= {"thread", "histories by rank", "no_grad"}
     assert not wanted - set(coverage.single)
 
