@@ -222,6 +222,8 @@ class Builder:
     def add_wait(self) -> None:
         if len(self.oracle.pending) > 1 - self.one_group and self.chance(0.5):
             self.add_wait_in_order()
+            if self.one_group:
+                self.add_call()
         if self.oracle.pending:
             handle = self.random.choice(sorted(self.oracle.pending))
             start = next(s for s in self.steps if getattr(s, "handle", "") == handle)
