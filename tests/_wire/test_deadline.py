@@ -1,5 +1,6 @@
-"""A deadline ends with its block; blocks may be nested."""
+"""A deadline ends with its block; blocks may be nested, and those of several threads may overlap."""
 
+import threading
 from datetime import timedelta
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 import allgrad as ag
 from allgrad._core.torch_internals import backend_timeout
+from allgrad.testing import run_ranks
 
 
 @pytest.mark.ranks(2)
@@ -22,4 +24,76 @@ def test_deadline_ends_with_its_block(rank):
             ag.all_reduce(torch.ones(1))
             assert backend_timeout(dist.group.WORLD) == timedelta(seconds=20)
         assert backend_timeout(dist.group.WORLD) == timedelta(seconds=50)
+        with ag.deadline(None):
+            ag.all_reduce(torch.ones(1))
+            assert backend_timeout(dist.group.WORLD) == own
     assert backend_timeout(dist.group.WORLD) == own
+
+
+class _TwoThreads:
+    """Block A is opened first and ends first; block B is opened inside of it, by another thread."""
+
+    def __init__(self, block, in_a, in_b):
+        self.block, self.in_a, self.in_b = block, in_a, in_b
+        self.a_is_open, self.b_is_open = threading.Event(), threading.Event()
+        self.raised = []
+        self.a, self.b = (threading.Thread(target=run) for run in (self._run_a, self._run_b))
+        self.a.start()
+        self.b.start()
+        self.b.join(25)
+
+    def _run_a(self):
+        with self.block("a"):
+            self.a_is_open.set()
+            self.b_is_open.wait(20)
+            self.in_a()
+
+    def _run_b(self):
+        self.a_is_open.wait(20)
+        try:
+            with self.block("b"):
+                self.b_is_open.set()
+                self.a.join(20)
+                self.in_b()
+        except Exception as error:  # noqa: BLE001 - told by the test
+            self.raised.append(f"{type(error).__name__}: {error}")
+
+
+def overlap_deadlines():
+    groups = {"a": dist.new_group(), "b": dist.new_group(), "after": dist.new_group()}
+    own = {name: backend_timeout(group) for name, group in groups.items()}
+    seconds, inside = {"a": 50, "b": 30}, {}
+
+    def call(name):
+        ag.all_reduce(torch.ones(1), group=groups[name])
+        inside[name] = backend_timeout(groups[name]).total_seconds()
+
+    threads = _TwoThreads(
+        lambda name: ag.deadline(seconds[name]), lambda: call("a"), lambda: call("b")
+    )
+    call("after")
+    restored = all(backend_timeout(group) == own[name] for name, group in groups.items())
+    return inside["a"], inside["b"], restored, threads.raised
+
+
+@pytest.mark.timeout(60)
+def test_overlapping_deadlines_hold_in_their_own_blocks():
+    assert run_ranks(overlap_deadlines, 3, timeout=40) == [(50.0, 30.0, True, [])] * 3
+
+
+def raise_after_another_block():
+    group, x = dist.new_group(), torch.ones(2, requires_grad=True)
+
+    def in_b():
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("in block B")
+        ag.all_reduce(x, group=group)
+
+    return _TwoThreads(lambda _: ag.lockstep(), lambda: None, in_b).raised
+
+
+@pytest.mark.timeout(60)
+def test_listening_goes_on_when_another_threads_block_ends():
+    first, second, third = run_ranks(raise_after_another_block, 3, timeout=40)
+    assert second == ["ZeroDivisionError: in block B"]
+    assert all(["RankRaised" in text for text in found] == [True] for found in (first, third))

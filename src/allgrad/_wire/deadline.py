@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from allgrad._core.blocks import Block, Blocks
 from allgrad._core.torch_internals import backend_timeout
 from allgrad._wire import diagnosis
 from allgrad.errors import InputError, ModeError
@@ -26,7 +27,16 @@ if TYPE_CHECKING:
 
     from allgrad._wire.calls import Call
 
-__all__ = ["STATE", "close_connections", "deadline", "listening", "prepare", "wait", "wait_for_all"]
+__all__ = [
+    "STATE",
+    "close_connections",
+    "deadline",
+    "listening",
+    "prepare",
+    "seconds_allowed",
+    "wait",
+    "wait_for_all",
+]
 
 _LOOK_EVERY = 0.5  # seconds
 _ENVIRONMENT = "ALLGRAD_DEADLINE"
@@ -44,22 +54,29 @@ def _seconds(value: object, where: str) -> float:
 
 
 class _State:
-    """The deadline in force, and the calls by group of a block that listens for other ranks."""
+    """The blocks with a deadline, and those that listen for other ranks, with their calls by group."""
 
     def __init__(self) -> None:
         given = os.environ.get(_ENVIRONMENT)
-        self.seconds = None if given is None else _seconds(given, _ENVIRONMENT)
-        self.used: dict[Any, Call] | None = None
-        self.no_deadline = True
-        self.update()
+        of_program = None if given is None else _seconds(given, _ENVIRONMENT)
+        self.deadlines: Blocks[float] = Blocks(of_program, self._update, self._end_deadline)
+        self.listeners: Blocks[dict[Any, Call]] = Blocks(None, self._update, self._update)
+        self.no_deadline = True  # no call of any thread has one, or listens
+        self._update()
 
-    def update(self) -> None:
-        self.no_deadline = self.seconds is None and self.used is None
+    def _update(self, _: object = None) -> None:
+        self.no_deadline = not (self.deadlines.in_use or self.listeners.in_use)
+
+    def _end_deadline(self, block: Block[float]) -> None:
+        self._update()
+        _restore_timeouts(block)
 
 
 STATE = _State()
-# The timeout that a backend had before a deadline shortened it.
-_SHORTENED: weakref.WeakKeyDictionary[Any, timedelta] = weakref.WeakKeyDictionary()
+# The timeout that a backend had before a deadline shortened it, and the block of that deadline.
+_SHORTENED: weakref.WeakKeyDictionary[Any, tuple[timedelta, Block[float]]]
+_SHORTENED = weakref.WeakKeyDictionary()
+_SHORTENING = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -74,31 +91,36 @@ def deadline(seconds: float | None) -> Generator[None]:
         raise ModeError(
             "deadline: a block cannot be compiled.\nCall the compiled function inside it."
         )
-    before, STATE.seconds = (
-        STATE.seconds,
-        None if seconds is None else _seconds(seconds, "deadline"),
-    )
-    STATE.update()
-    try:
+    with STATE.deadlines.open(None if seconds is None else _seconds(seconds, "deadline")):
         yield
-    finally:
-        STATE.seconds = before
-        STATE.update()
-        _restore_timeouts()
 
 
-def _restore_timeouts() -> None:
-    """Give backends their own timeouts back, or the outer deadline, when a block ends.
+def seconds_allowed() -> float | None:
+    """How long a call that is made here may wait."""
+    return STATE.deadlines.value()
+
+
+def _restore_timeouts(block: Block[float]) -> None:
+    """Give backends their own timeouts back, or the outer deadline, when a block has ended.
 
     Otherwise other users of the group, DDP for one, would inherit the deadline
     (test_deadline_ends_with_its_block).
     """
-    for process_group, own in list(_SHORTENED.items()):
-        if STATE.seconds is None:
-            process_group.set_timeout(own)
-            del _SHORTENED[process_group]
-        else:
-            process_group.set_timeout(timedelta(seconds=STATE.seconds))
+    with _SHORTENING:
+        for process_group, (_, by) in list(_SHORTENED.items()):
+            if by is block:
+                _set_timeout(process_group)
+
+
+def _set_timeout(process_group: Any) -> None:
+    """Give a backend the timeout of a call that is made here."""
+    block = STATE.deadlines.current()
+    own, _ = _SHORTENED.pop(process_group, (None, None))
+    if block.value is not None:
+        _SHORTENED[process_group] = own or backend_timeout(process_group), block
+        process_group.set_timeout(timedelta(seconds=block.value))
+    elif own is not None:
+        process_group.set_timeout(own)
 
 
 @contextlib.contextmanager
@@ -108,14 +130,10 @@ def listening() -> Generator[dict[Any, Call]]:
     The block gets the last call on each group that it uses.
     """
     diagnosis.withdraw_failure()
-    outer = STATE.used
-    STATE.used = {} if outer is None else outer
-    STATE.update()
-    try:
-        yield STATE.used
-    finally:
-        STATE.used = outer
-        STATE.update()
+    outer = STATE.listeners.innermost()
+    used = {} if outer is None or outer.value is None else outer.value
+    with STATE.listeners.open(used):
+        yield used
 
 
 def prepare(call: Call) -> None:
@@ -123,24 +141,23 @@ def prepare(call: Call) -> None:
 
     A backend that knows the deadline ends what it has begun, so that the group can be destroyed.
     """
-    if STATE.used is not None:
-        STATE.used[call.group.process_group] = call
+    used = STATE.listeners.value()
+    if used is not None:
+        used[call.group.process_group] = call
     diagnosis.register(call)
-    if STATE.seconds is not None:
-        process_group = call.group.process_group
-        if process_group not in _SHORTENED:
-            _SHORTENED[process_group] = backend_timeout(process_group)
-        process_group.set_timeout(timedelta(seconds=STATE.seconds))
+    if STATE.deadlines.in_use:
+        with _SHORTENING:  # the block may be another thread's, and end meanwhile
+            _set_timeout(call.group.process_group)
 
 
 def wait(call: Call, work: Any) -> None:
     """Wait for a pending call within the deadline, listening for other ranks' failures."""
     if work is None:
         return
-    if STATE.no_deadline:
+    began, allowed = time.monotonic(), seconds_allowed()
+    if allowed is None and STATE.listeners.value() is None:
         work.wait()
         return
-    began, allowed = time.monotonic(), STATE.seconds
     while True:
         try:
             work.wait(timedelta(seconds=_LOOK_EVERY))
@@ -160,8 +177,9 @@ def wait_for_all(call: Call, works: Sequence[Any]) -> None:
     Their wait cannot be retried: one that ends early closes the connections. So another thread
     waits while this one listens.
     """
-    until = None if STATE.seconds is None else time.monotonic() + STATE.seconds
-    if STATE.used is None:
+    allowed = seconds_allowed()
+    until = None if allowed is None else time.monotonic() + allowed
+    if STATE.listeners.value() is None:
         _wait_until(until, works)
         return
     if not works:

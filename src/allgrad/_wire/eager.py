@@ -307,7 +307,7 @@ def _begin(call: Call, start: Callable[[], Sequence[Any]]) -> Sequence[Any]:
 def _end(call: Call, works: Sequence[Any], alike: Alike | None = None) -> None:
     """Wait for all of them, as long as the deadline allows."""
     began = time.monotonic()
-    if deadline.STATE.seconds is None:
+    if deadline.seconds_allowed() is None:
         watchdog.STATE.waiting = call, alike, began
     try:
         for work in works:
@@ -329,7 +329,7 @@ def _explained(
     call: Call, error: RuntimeError, began: float, alike: Alike | None = None
 ) -> Exception:
     call.group.failed = True
-    waited, seconds = time.monotonic() - began, deadline.STATE.seconds
+    waited, seconds = time.monotonic() - began, deadline.seconds_allowed()
     return watchdog.take_found() or diagnosis.explain(call, error, waited, seconds, alike)
 
 

@@ -53,7 +53,7 @@ def start_unsized(
         receiving = [backend.recv([x], peer, tag) for x, peer in recvs]
     except RuntimeError as error:
         deadline.close_connections(call)
-        raise diagnosis.explain(call, error, 0.0, deadline.STATE.seconds) from error
+        raise diagnosis.explain(call, error, 0.0, deadline.seconds_allowed()) from error
     return receiving + sending
 
 
@@ -87,7 +87,7 @@ def start_exchange(  # noqa: PLR0917
         return [*[backend.recv([x], peer, tag) for x, peer, tag in recvs], *sending]
     except RuntimeError as error:
         deadline.close_connections(call)
-        raise diagnosis.explain(call, error, 0.0, deadline.STATE.seconds) from error
+        raise diagnosis.explain(call, error, 0.0, deadline.seconds_allowed()) from error
 
 
 def _tagged(
@@ -137,7 +137,7 @@ def start(
                 receiving.append(backend.recv([nothing], peer, _tag(x, about)))
     except RuntimeError as error:
         deadline.close_connections(call)
-        raise diagnosis.explain(call, error, 0.0, deadline.STATE.seconds) from error
+        raise diagnosis.explain(call, error, 0.0, deadline.seconds_allowed()) from error
     return receiving + sending
 
 
@@ -166,7 +166,7 @@ def wait(call: Call, alike: Alike | None, works: Sequence[Any]) -> None:
                 work.wait()
             watchdog.STATE.waiting = None
         else:
-            if deadline.STATE.seconds is None:  # a lockstep block listens, but has no end
+            if deadline.seconds_allowed() is None:  # a lockstep block listens, but has no end
                 watchdog.STATE.waiting = call, alike, began
             deadline.wait_for_all(call, works)
             watchdog.STATE.waiting = None
@@ -180,7 +180,7 @@ def wait(call: Call, alike: Alike | None, works: Sequence[Any]) -> None:
             ended_ranks.publish(error)
             raise
         waited = time.monotonic() - began
-        raise diagnosis.explain(call, error, waited, deadline.STATE.seconds, alike) from error
+        raise diagnosis.explain(call, error, waited, deadline.seconds_allowed(), alike) from error
 
 
 def _tag(x: Tensor, call: tuple[object, ...]) -> int:
