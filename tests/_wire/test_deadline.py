@@ -1,6 +1,7 @@
 """A deadline ends with its block; blocks may be nested, and those of several threads may overlap."""
 
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -8,7 +9,10 @@ import torch
 import torch.distributed as dist
 
 import allgrad as ag
+from allgrad._core import call_queue
 from allgrad._core.torch_internals import backend_timeout
+from allgrad._wire.groups import find_group
+from allgrad.errors import RankLate
 from allgrad.testing import run_ranks
 
 
@@ -28,6 +32,68 @@ def test_deadline_ends_with_its_block(rank):
             ag.all_reduce(torch.ones(1))
             assert backend_timeout(dist.group.WORLD) == own
     assert backend_timeout(dist.group.WORLD) == own
+
+
+def leave_while_pending():
+    """A call before it holds the pending one up until the block has ended."""
+    group = dist.new_group()
+    own, held_up, queue = backend_timeout(group), threading.Event(), find_group("", group).queue
+    call_queue.start(lambda: held_up.wait(20), queue)
+    with ag.deadline(7):
+        pending = ag.all_reduce(torch.ones(2), async_op=True, group=group)
+        meanwhile = call_queue.start(lambda: backend_timeout(group).total_seconds(), queue)
+    held_up.set()
+    result = pending.wait().tolist()
+    call_queue.start(lambda: None, queue).result(20)
+    return result, meanwhile.result(20), backend_timeout(group) == own
+
+
+@pytest.mark.timeout(60)
+def test_timeouts_last_as_long_as_the_last_pending_call():
+    found = run_ranks(leave_while_pending, 3, timeout=40)
+    assert found == [([3.0, 3.0], 7.0, True)] * 3
+
+
+def leave_as_it_begins():
+    """The queue's thread comes to the call at about the time when the block ends."""
+    own, short = backend_timeout(dist.group.WORLD), 0
+    for turn in range(500):
+        with ag.deadline(7):
+            pending = ag.all_reduce(torch.ones(2), async_op=True)
+            time.sleep(turn % 10 * 1e-5)
+        assert pending.wait().tolist() == [3.0, 3.0]
+        call_queue.start(lambda: None, find_group("", None).queue).result(20)
+        short += backend_timeout(dist.group.WORLD) != own
+    return short
+
+
+@pytest.mark.timeout(60)
+def test_a_deadline_may_end_while_a_call_begins():
+    assert run_ranks(leave_as_it_begins, 3, timeout=40) == [0] * 3
+
+
+def leave_before_it_begins():
+    """Rank 1 does not come to the second call, which began after the block it was started in."""
+    group = dist.new_group()
+    ag.all_reduce(torch.ones(2), group=group)
+    if dist.get_rank() == 1:
+        time.sleep(1)
+    first = ag.all_reduce(torch.ones(2), group=group, async_op=True)
+    if dist.get_rank() == 1:
+        first.wait()
+        time.sleep(9)
+        return "slept"
+    with ag.deadline(1):
+        second = ag.all_reduce(torch.ones(2), group=group, async_op=True)
+    began = time.monotonic()
+    with pytest.raises(RankLate, match="rank 1 is late: not here within 1 s"):
+        second.wait()
+    return time.monotonic() - began < 8
+
+
+@pytest.mark.timeout(60)
+def test_a_call_has_the_deadline_of_where_it_was_started():
+    assert run_ranks(leave_before_it_begins, 3, timeout=40) == [True, "slept", True]
 
 
 class _TwoThreads:

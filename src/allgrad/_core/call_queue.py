@@ -11,16 +11,17 @@ import contextlib
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from allgrad._core import blocks
 from allgrad._core.torch_internals import in_backward_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["QUEUES", "Queue", "current_watcher", "in_backward", "in_turn", "is_free", "start"]
+__all__ = ["QUEUES", "Queue", "in_backward", "in_turn", "is_free", "start"]
 
 T = TypeVar("T")
 
@@ -31,7 +32,6 @@ class _Queues:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.pending = 0
-        self.watcher: Any = None  # what a call that starts now runs inside, if anything
         self.forks = 0  # a forked process has no threads of queues
 
     def forget_threads(self) -> None:
@@ -54,7 +54,6 @@ class _Thread(threading.local):
 
     queue: Queue | None = None
     in_backward = False
-    watcher: Any = None
 
 
 QUEUES = _Queues()
@@ -66,17 +65,18 @@ _HERE = _Thread()
 def start(call: Callable[[], T], queue: Queue) -> Future[T]:
     """Run a call on the queue's thread, after those before it, without recording a graph.
 
-    It runs inside the watcher of now: when it runs, some ranks may have entered a checked block, or left
-    one (test_a_call_pending_at_the_edge_of_a_block).
+    It runs inside the blocks of now: when it runs, some ranks may have entered a checked block, or left
+    one (test_a_call_pending_at_the_edge_of_a_block); and so may this one, a deadline
+    (test_a_call_has_the_deadline_of_where_it_was_started).
     """
-    backward, watcher = in_backward(), current_watcher()
+    backward, held = in_backward(), blocks.hold_current()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def run() -> T:
-        _HERE.queue, _HERE.in_backward, _HERE.watcher = queue, backward, watcher
+        _HERE.queue, _HERE.in_backward = queue, backward
         same_stream = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
         try:
-            with torch.no_grad(), same_stream:
+            with torch.no_grad(), same_stream, blocks.inside(held):
                 return call()
         finally:
             with QUEUES.lock:
@@ -100,11 +100,6 @@ def is_free(queue: Queue) -> bool:
 def in_turn(call: Callable[[], T], queue: Queue) -> T:
     """Run a call here and now, or behind those that are pending."""
     return call() if is_free(queue) else start(call, queue).result()
-
-
-def current_watcher() -> Any:
-    """What a call that is made here runs inside."""
-    return QUEUES.watcher if _HERE.queue is None else _HERE.watcher
 
 
 def in_backward() -> bool:

@@ -116,11 +116,9 @@ def _counts(ranks: int) -> int:
 
 
 class _State:
-    """How many blocks want checks, and how many calls each group has seen."""
+    """How many calls each group has seen."""
 
     def __init__(self) -> None:
-        self.depth = 0
-        self.compare_sites = True
         self.calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # A check and its call stay together when several threads use one group. Threads with
         # groups of their own must not wait for each other (test_threads_with_their_own_groups).
@@ -152,23 +150,16 @@ def checked(*, sites: bool = True) -> Generator[None]:
         raise ModeError(
             "checked: a block cannot be compiled.\nCall the compiled function inside it."
         )
-    before = _STATE.compare_sites
-    _switch(on=True, sites=sites)
+    describe_calls(True)
     try:
-        yield
+        with wire.WATCHERS.open(partial(_agree_first, sites)):
+            yield
     finally:
-        _switch(on=False, sites=before)
+        describe_calls(False)
 
 
 def is_checking() -> bool:
-    return _STATE.depth > 0
-
-
-def _switch(*, on: bool, sites: bool = True) -> None:
-    _STATE.depth += 1 if on else -1
-    _STATE.compare_sites = sites
-    describe_calls(on)
-    wire.watch(partial(_agree_first, sites) if _STATE.depth else None)
+    return wire.WATCHERS.value() is not None
 
 
 @contextlib.contextmanager
@@ -392,5 +383,7 @@ def _mismatch(call: Call, specs: Sequence[CallSpec], marks: dict[int, str]) -> C
     )
 
 
-if os.environ.get("ALLGRAD_CHECK", "0") not in {"", "0"}:
-    _switch(on=True)
+_WHOLE_PROGRAM = os.environ.get("ALLGRAD_CHECK", "0") not in {"", "0"}
+wire.WATCHERS.set_outside(partial(_agree_first, True) if _WHOLE_PROGRAM else None)
+if _WHOLE_PROGRAM:
+    describe_calls(True)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from allgrad._core import call_queue
+from allgrad._core.blocks import Blocks
 from allgrad._core.call_queue import QUEUES
 from allgrad._core.torch_internals import PROFILER, PROFILING, is_zero_tensor
 from allgrad._wire import costs, eager, observers, pairwise
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     Watcher: TypeAlias = Callable[[Call, "WireCall"], AbstractContextManager[None]]
 
 __all__ = [
+    "WATCHERS",
     "Call",
     "GroupLike",
     "Parts",
@@ -62,7 +64,6 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "resolve",
-    "watch",
 ]
 
 
@@ -100,9 +101,8 @@ class _Operation:
     only: Algorithm | None = None
 
 
-def watch(watcher: Watcher | None) -> None:
-    """Run every call inside ``watcher(call, wire_call)``; ``None`` ends it."""
-    QUEUES.watcher = watcher
+# Blocks in which every call runs inside ``watcher(call, wire_call)``.
+WATCHERS: Blocks[Watcher] = Blocks()
 
 
 def all_reduce(call: Call, x: Tensor, scratch: bool = False) -> Tensor:
@@ -163,11 +163,7 @@ def goes_unsized(call: Call, x: Tensor) -> bool:
     In checked mode the ranks agree on sizes before a call. Between hosts, and among many ranks, a
     root tells sizes in fewer steps.
     """
-    if (
-        not 1 < call.size <= _MOST_UNSIZED
-        or call_queue.current_watcher() is not None
-        or not x.is_cpu
-    ):
+    if not 1 < call.size <= _MOST_UNSIZED or WATCHERS.value() is not None or not x.is_cpu:
         return False
     topology = call.group.topology or find_topology(call)
     return call.group.backend(x.device) is Backend.GLOO and len(topology.hosts) <= 1
@@ -198,7 +194,7 @@ def overwrite(call: Call, x: Tensor, src: int) -> Callable[[], None]:
 
     What ``x`` held is gone, except on ``src``.
     """
-    if call_queue.current_watcher() is None and call_queue.is_free(call.group.queue):
+    if WATCHERS.value() is None and call_queue.is_free(call.group.queue):
         return _start_overwriting(call, x, src)
 
     def run() -> Tensor:
@@ -221,7 +217,7 @@ def _start_overwriting(call: Call, x: Tensor, src: int) -> Callable[[], None]:
 def _dispatch(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) -> Tensor:
     if call.size == 1:
         return operation.alone(call, x, *args)
-    if QUEUES.watcher is not None or QUEUES.pending:
+    if WATCHERS.in_use or QUEUES.pending:
         return _in_turn(operation, call, partial(_run, operation, call, x, args), x, *args)
     return _run(operation, call, x, args)
 
@@ -287,7 +283,7 @@ def _in_turn(
     operation: _Operation, call: Call, run: Callable[[], Tensor], x: Tensor, *args: Any
 ) -> Tensor:
     """Run a call after those that are pending, inside the watcher."""
-    watcher: Watcher | None = call_queue.current_watcher()
+    watcher = WATCHERS.value()
     if watcher is None:
         return call_queue.in_turn(run, call.group.queue)
 
