@@ -41,6 +41,39 @@ def test_the_environment_switches_checks_on():
     assert done.stdout.split() == ["True", "False"]
 
 
+CHECKED_ON_ONE = """if True:
+    import contextlib, sys, torch, torch.distributed as dist, allgrad as ag
+    rank, file = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=3)
+    try:
+        with ag.checked() if rank == 1 else contextlib.nullcontext():
+            ag.all_reduce(torch.ones(1))
+    except ag.errors.AllgradError as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.timeout(60)
+def test_checks_on_one_rank_from_the_first_call_on(tmp_path):
+    """The processes end by themselves, with an error and not with an abort of the backend."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", CHECKED_ON_ONE, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        found = [process.communicate(timeout=50)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0, 0], found
+    assert any(text.startswith("CollectiveMismatch") for text in found), found
+    assert all("wait for each other in different calls" in text for text in found), found
+
+
 def both_at_once():
     """Rank 0 starts with one group, rank 1 with the other: each thread waits for the other rank."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]

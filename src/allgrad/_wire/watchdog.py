@@ -10,6 +10,7 @@ and waits for a rank that ended with an error in another group (``ended_ranks``)
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import random
 import threading
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["STATE", "start", "take_found"]
 
 _LOOK_EVERY = 1.0  # seconds
+_LAST_LOOK = 5.0  # seconds that the end of the process waits for one
 _ASKED = 8  # ranks each time: the store must not grow slow in a large world
 
 
@@ -37,6 +39,7 @@ class _State:
         self.waiting: tuple[Call, Alike | None, float] | None = None
         self.thread: threading.Thread | None = None
         self.found: AllgradError | None = None
+        self.looking = threading.Lock()
 
 
 STATE = _State()
@@ -46,6 +49,14 @@ def start() -> None:
     """Start the watchdog of this process."""
     STATE.thread = threading.Thread(target=_watch, daemon=True, name="allgrad watchdog")
     STATE.thread.start()
+
+
+@atexit.register
+def _stop() -> None:
+    """Wait for the last look. Python ends daemon threads as it exits, and inside a call of the store or a
+    backend that aborts the process (test_checks_on_one_rank_from_the_first_call_on).
+    """
+    STATE.looking.acquire(timeout=_LAST_LOOK)
 
 
 def take_found() -> AllgradError | None:
@@ -61,7 +72,7 @@ def _watch() -> None:
         waiting = STATE.waiting
         began = None if waiting is None else waiting[2]
         if waiting is not None and began == seen:  # it was already there a second ago
-            with contextlib.suppress(Exception):  # the group or its store is gone
+            with STATE.looking, contextlib.suppress(Exception):  # the group or its store is gone
                 _compare(waiting)
         seen = began
         del waiting
