@@ -263,3 +263,25 @@ def test_calls_of_two_groups_in_another_order_do_not_wait_for_ever():
     for texts in (found, third, circle):
         assert all("wait for each other in calls of different groups" in t for t in texts), texts
     assert all(isinstance(value, list) for value in late), late
+
+
+def differ_behind_other_calls():
+    """The async call's tensors differ; this thread makes calls of another group, then waits for it."""
+    rank, group = dist.get_rank(), dist.new_group()
+    ag.all_reduce(torch.ones(1), group=group)
+    ag.all_reduce(torch.ones(1))
+    pending = ag.all_reduce(torch.ones(2 + (rank == 1)), group=group, async_op=True)
+    for _ in range(40):
+        ag.all_reduce(torch.ones(1))
+        time.sleep(0.1)  # the calls of the world go on meanwhile, and nothing is wrong with them
+    try:
+        pending.wait()
+    except AllgradError as error:
+        return f"{type(error).__name__}: {error}", ag.all_reduce(torch.ones(1)).item()
+
+
+@pytest.mark.timeout(60)
+def test_a_mismatch_is_found_while_other_threads_make_calls():
+    found = run_ranks(differ_behind_other_calls, 3, timeout=40)
+    assert all("the ranks bring different tensors to one call" in text for text, _ in found), found
+    assert [value for _, value in found] == [3.0] * 3

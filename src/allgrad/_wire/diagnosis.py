@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allgrad._wire import ended_ranks, wait_spec
-from allgrad._wire.groups import world_rank, world_store
+from allgrad._wire.groups import REGISTERED, world_rank, world_store
 from allgrad._wire.store import StoreSilent, ask, describe
 from allgrad._wire.topology import ONE_HOST
 from allgrad.errors import (
@@ -76,6 +76,7 @@ def register(call: Call) -> None:
     if call.group.registered:
         return
     call.group.registered = True
+    REGISTERED.add(call.group)
     with contextlib.suppress(RuntimeError):
         store = call.group.process_group.get_group_store()
         ask(store, partial(_register, store, call.rank))

@@ -249,13 +249,13 @@ def _call(
     call: Call, method: str, options: tuple[Any, Any], *args: Any, alike: Alike | None = None
 ) -> None:
     """Make one call of the process group and wait for it."""
-    group, watched = call.group, watchdog.STATE
-    if watched.thread is None or not (group.registered and deadline.STATE.no_deadline):
+    group = call.group
+    if watchdog.STATE.thread is None or not (group.registered and deadline.STATE.no_deadline):
         _run(call, partial(_begin_one, group, method, options, args), alike)
         return
     begin = getattr(group.process_group, method)
     began = time.monotonic()
-    watched.waiting = call, alike, began
+    group.waiting = call, alike, began
     try:
         work = begin(*args, options[False])
         if work is not None:
@@ -263,7 +263,7 @@ def _call(
     except RuntimeError as error:
         raise _explained(call, error, began, alike) from error
     finally:
-        watched.waiting = None
+        group.waiting = None
 
 
 def _begin_one(
@@ -282,7 +282,7 @@ def _run(call: Call, start: Callable[[bool], Any], alike: Alike | None = None) -
     if watchdog.STATE.thread is None:
         watchdog.start()
     began = time.monotonic()
-    watchdog.STATE.waiting = call, alike, began
+    call.group.waiting = call, alike, began
     try:
         work = start(False)
         if work is not None:
@@ -290,7 +290,7 @@ def _run(call: Call, start: Callable[[bool], Any], alike: Alike | None = None) -
     except RuntimeError as error:
         raise _explained(call, error, began, alike) from error
     finally:
-        watchdog.STATE.waiting = None
+        call.group.waiting = None
 
 
 def _begin(call: Call, start: Callable[[], Sequence[Any]]) -> Sequence[Any]:
@@ -308,7 +308,9 @@ def _end(call: Call, works: Sequence[Any], alike: Alike | None = None) -> None:
     """Wait for all of them, as long as the deadline allows."""
     began = time.monotonic()
     if deadline.seconds_allowed() is None:
-        watchdog.STATE.waiting = call, alike, began
+        if watchdog.STATE.thread is None:
+            watchdog.start()
+        call.group.waiting = call, alike, began
     try:
         for work in works:
             deadline.wait(call, work)
@@ -316,13 +318,13 @@ def _end(call: Call, works: Sequence[Any], alike: Alike | None = None) -> None:
         raise _explained(call, error, began, alike) from error
     except RankRaised as error:
         call.group.failed = True
-        found = watchdog.take_found()
+        found = watchdog.take_found(call, began)
         if found is None:
             ended_ranks.publish(error)
             raise
         raise found from error
     finally:
-        watchdog.STATE.waiting = None
+        call.group.waiting = None
 
 
 def _explained(
@@ -330,7 +332,9 @@ def _explained(
 ) -> Exception:
     call.group.failed = True
     waited, seconds = time.monotonic() - began, deadline.seconds_allowed()
-    return watchdog.take_found() or diagnosis.explain(call, error, waited, seconds, alike)
+    return watchdog.take_found(call, began) or diagnosis.explain(
+        call, error, waited, seconds, alike
+    )
 
 
 def _movable(x: Tensor) -> Tensor:

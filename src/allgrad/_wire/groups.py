@@ -64,7 +64,7 @@ class Group:
         *("__weakref__", "_device_types", "_name", "_ref"),
         *("backends", "calls", "disagreements", "doing", "exchanged", "exchanges", "failed"),
         *("last_exchange", "order", "orders", "queue", "rank", "registered"),
-        *("size", "successors", "thread", "topology"),
+        *("size", "successors", "thread", "topology", "waiting"),
     )
 
     def __init__(
@@ -91,6 +91,8 @@ class Group:
         self.disagreements = 0  # in checked mode, seen by every rank
         self.failed = False  # whether a message was lost: its ranks may meet no more
         self.registered = False  # whether the store knows this process (diagnosis.register)
+        # Its last call, what fits that of the other ranks, and since when it waits for them (watchdog).
+        self.waiting: tuple[Any, Any, float] | None = None
         self.topology: Topology | None = None  # found out by the first call (hosts.find_topology)
         self.rank, self.size = rank, size
 
@@ -177,6 +179,7 @@ def _kind(process_group: Any, device: torch.device) -> Backend:
 
 _ALONE = Group(None)
 LIVE: weakref.WeakSet[Group] = weakref.WeakSet()  # the groups that calls were made on
+REGISTERED: weakref.WeakSet[Group] = weakref.WeakSet()  # the same, and those known by name
 
 
 # All of them, for as long as their process groups live: made anew on one rank, a group would begin to count

@@ -158,22 +158,20 @@ def exchange(
 
 def wait(call: Call, alike: Alike | None, works: Sequence[Any]) -> None:
     """Wait for what was started; ``alike`` fits what the other ranks bring, if all is well."""
-    began = time.monotonic()
+    began, group = time.monotonic(), call.group
     try:
         if deadline.STATE.no_deadline:
-            watchdog.STATE.waiting = call, alike, began
+            group.waiting = call, alike, began
             for work in works:
                 work.wait()
-            watchdog.STATE.waiting = None
         else:
             if deadline.seconds_allowed() is None:  # a lockstep block listens, but has no end
-                watchdog.STATE.waiting = call, alike, began
+                group.waiting = call, alike, began
             deadline.wait_for_all(call, works)
-            watchdog.STATE.waiting = None
     except (RuntimeError, RankRaised) as error:
-        watchdog.STATE.waiting = None
+        group.waiting = None
         deadline.close_connections(call)
-        found = watchdog.take_found()
+        found = watchdog.take_found(call, began)
         if found is not None:
             raise found from error
         if isinstance(error, RankRaised):
@@ -181,6 +179,8 @@ def wait(call: Call, alike: Alike | None, works: Sequence[Any]) -> None:
             raise
         waited = time.monotonic() - began
         raise diagnosis.explain(call, error, waited, deadline.seconds_allowed(), alike) from error
+    finally:
+        group.waiting = None
 
 
 def _tag(x: Tensor, call: tuple[object, ...]) -> int:

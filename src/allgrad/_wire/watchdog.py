@@ -2,7 +2,7 @@
 
 Messages of other shapes or dtypes never meet (``messages``), so ranks that bring such tensors to
 one call wait for each other; so do ranks that call different collectives, or name another src or dst.
-A thread of each process looks once a second. While this rank waits, it writes into the group's store
+A thread of each process looks once a second. While this rank waits in a group, it writes into the group's store
 which call that is and what the rank brought, and reads what some other ranks wrote. A difference in the
 call of the same number ends the wait, on every rank; so do waits in two groups that cross (``crossed_waits``),
 and waits for a rank that ended with an error in another group (``ended_ranks``).
@@ -15,15 +15,22 @@ import contextlib
 import random
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING
 
 from allgrad._wire import crossed_waits, deadline, diagnosis, ended_ranks, wait_spec
+from allgrad._wire.groups import REGISTERED
 from allgrad.errors import CollectiveMismatch, rank_table
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from allgrad._wire.calls import Call
+    from allgrad._wire.groups import Group
     from allgrad._wire.wait_spec import Alike
     from allgrad.errors import AllgradError
+
+    Wait: TypeAlias = tuple[Call, Alike | None, float]
 
 __all__ = ["STATE", "start", "take_found"]
 
@@ -33,12 +40,13 @@ _ASKED = 8  # ranks each time: the store must not grow slow in a large world
 
 
 class _State:
-    """The wait of this process that the watchdog looks at, and what it found."""
+    """The watchdog of this process, and what it found."""
 
     def __init__(self) -> None:
-        self.waiting: tuple[Call, Alike | None, float] | None = None
         self.thread: threading.Thread | None = None
-        self.found: AllgradError | None = None
+        # The error of a group's wait, and when that wait began.
+        self.found: weakref.WeakKeyDictionary[Group, tuple[float, AllgradError]]
+        self.found = weakref.WeakKeyDictionary()
         self.looking = threading.Lock()
 
 
@@ -59,27 +67,35 @@ def _stop() -> None:
     STATE.looking.acquire(timeout=_LAST_LOOK)
 
 
-def take_found() -> AllgradError | None:
+def take_found(call: Call, began: float) -> AllgradError | None:
     """What the watchdog found in the wait that has just failed, if anything."""
-    found, STATE.found = STATE.found, None
-    return found
+    since, found = STATE.found.pop(call.group, (began, None))
+    return found if since == began else None
 
 
 def _watch() -> None:
-    seen = None  # when the wait began; the wait itself would keep its tensor alive
+    seen: set[float] = set()
     while True:
         time.sleep(_LOOK_EVERY)
-        waiting = STATE.waiting
-        began = None if waiting is None else waiting[2]
-        if waiting is not None and began == seen:  # it was already there a second ago
+        with contextlib.suppress(RuntimeError):  # another thread uses its first group just now
+            seen = _look(seen)
+
+
+def _look(seen: set[float]) -> set[float]:
+    """Compare the waits that were there at the last look too. Return when those of now began: the waits
+    themselves would keep their tensors alive.
+    """
+    found = [group.waiting for group in list(REGISTERED)]
+    waits: list[Wait] = [wait for wait in found if wait is not None]
+    for wait in waits:
+        if wait[2] in seen:
             with STATE.looking, contextlib.suppress(Exception):  # the group or its store is gone
-                _compare(waiting)
-        seen = began
-        del waiting
+                _compare(wait, alone=len(waits) == 1)
+    return {began for _, _, began in waits}
 
 
-def _compare(waiting: tuple[Call, Alike | None, float]) -> None:
-    call, alike, _ = waiting
+def _compare(wait: Wait, alone: bool) -> None:
+    call, alike, began = wait
     store = call.group.process_group.get_group_store()
     number, brought = call.group.calls, wait_spec.describe(call, alike)
     store.set(f"allgrad/waits/{call.rank}", f"{number} {brought}\n{_exchanged(call)}")
@@ -98,10 +114,12 @@ def _compare(waiting: tuple[Call, Alike | None, float]) -> None:
         for rank, text in rows.items()
         if not wait_spec.all_fit({call.rank: brought, rank: text})
     }
-    found = None if odd else crossed_waits.find(call, asked) or ended_ranks.find(call, asked)
-    if found is not None and STATE.waiting is waiting:
-        _end(call, found)
-    if odd and STATE.waiting is waiting:
+    found: AllgradError | None = None
+    if not odd:
+        # Of several threads that wait, one may still come.
+        found = crossed_waits.find(call, asked) if alone else None
+        found = found or ended_ranks.find(call, asked)
+    else:
         table = [rows.get(rank, "unknown") for rank in range(call.size)]
         if any(text.partition(" of ")[0] != brought.partition(" of ")[0] for text in rows.values()):
             rule = f"{call.name}: the ranks wait for each other in different calls."
@@ -111,11 +129,13 @@ def _compare(waiting: tuple[Call, Alike | None, float]) -> None:
             advice = (
                 "Give every rank the same keys, shapes, dtypes and sizes; checked() names the line."
             )
-        _end(call, CollectiveMismatch(rank_table(rule, table, odd, advice)))
+        found = CollectiveMismatch(rank_table(rule, table, odd, advice))
+    if found is not None and call.group.waiting is wait:
+        STATE.found[call.group] = began, found
+        _end(call, found)
 
 
 def _end(call: Call, error: AllgradError) -> None:
-    STATE.found = error
     diagnosis.publish_failure(error, call.group)
     ended_ranks.publish(error)
     deadline.close_connections(call)
