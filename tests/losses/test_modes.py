@@ -81,6 +81,10 @@ REFUSED = {
     "jvp of grad": lambda f, xs, ts: jvp(grad(f), xs, ts),
     "grad of jvp": lambda f, xs, ts: grad(lambda *ys: jvp(f, ys, ts)[1])(*xs),
     "jvp of jvp": lambda f, xs, ts: jvp(lambda *ys: jvp(f, ys, ts)[1], xs, ts),
+    "hessian": lambda f, xs, _: torch.func.hessian(f)(*xs),
+    "jacfwd": lambda f, xs, _: torch.func.jacfwd(f)(*xs),
+    "jacrev": lambda f, xs, _: torch.func.jacrev(f)(*xs),
+    "jacrev of jacrev": lambda f, xs, _: torch.func.jacrev(torch.func.jacrev(f))(*xs),
     "vmap": lambda f, xs, _: torch.vmap(f)(*(x.expand(2, *x.shape) for x in xs)),
     "vmap of grad": lambda f, xs, _: torch.vmap(grad(f))(*(x.expand(2, *x.shape) for x in xs)),
 }

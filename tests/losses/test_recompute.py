@@ -51,6 +51,25 @@ def test_func_transforms(mode):
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_func_transforms_of_whole_numbers(mode):
+    """Made inside of a transform, they are of no use once it has ended: they are inputs too."""
+    x, w = (t.detach() for t in inputs())
+
+    def chosen(at, x, none, w):
+        assert none is None
+        return plain(x, w).gather(0, at)
+
+    def recomputing(x):
+        return recomputed(chosen, torch.arange(3).flip(0) % 2, x, None, w).sum()
+
+    def directly(x):
+        return chosen(torch.arange(3).flip(0) % 2, x, None, w).sum()
+
+    got, want = MODES[mode](recomputing)(x), MODES[mode](directly)(x)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
 def test_forward_mode_inside_forward_mode_is_refused():
     """Torch would leave out the derivative of the derivative without a word."""
     x, w = (t.detach() for t in inputs())

@@ -21,7 +21,16 @@ from allgrad._wire.calls import are_described, resolve
 from allgrad._wire.codec import Reader, Writer, dtype_name
 from allgrad._wire.consistency import is_checking
 from allgrad.collectives.all_gather import all_gather
-from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError, rank_table
+from allgrad.errors import (
+    AllgradError,
+    InputError,
+    ModeError,
+    PieceMismatch,
+    SizesError,
+    TensorError,
+    rank_table,
+)
+from allgrad.losses._below_transforms import below_transforms, in_vmap
 from allgrad.losses._expected_calls import Changed, history_of, send_other_row
 
 if TYPE_CHECKING:
@@ -32,9 +41,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Agreement", "CallSpec", "agree", "agree_and", "require"]
 
-_ERRORS: tuple[type[InputError] | None, ...] = (
+_ERRORS: tuple[type[AllgradError] | None, ...] = (
     *(None, InputError, TensorError),
-    *(PieceMismatch, SizesError),
+    *(PieceMismatch, SizesError, ModeError),
 )
 _MAX_SAME, _MAX_COUNTS = 8, 8
 _ROW_WORDS = 6 + _MAX_SAME + _MAX_COUNTS
@@ -80,7 +89,7 @@ class _Row(NamedTuple):
     """The message of one rank."""
 
     name: int
-    error: type[InputError] | None
+    error: type[AllgradError] | None
     same: tuple[int, ...]
     counts: tuple[int, ...]
 
@@ -148,17 +157,14 @@ def agree(
     that are only expected (``agree_and``). After these turned out wrong, the call ``is_changed``.
     """
     call = resolve(name, group)
-    problem: InputError | None = None
+    problem: AllgradError | None = None
     spec = CallSpec({}, ())
     try:
         spec = check()
     except InputError as found:
         problem = found
     except Exception as found:  # noqa: BLE001  no rank may wait for this one
-        text = str(found).partition("\n")[0]
-        problem = InputError(
-            f"an argument cannot be used: {type(found).__name__}: {text}\nCompare them with the docs."
-        )
+        problem = _unreadable(found)
     shown = ", ".join(f"{key} {_describe(x)}" for key, x in arguments.items() if x is not None)
     if call.size == 1:
         if problem is not None:
@@ -175,29 +181,45 @@ def agree(
     # In checked mode the ranks compare each call: there are no two ways of making one.
     is_plain = is_plain_autograd() and not in_lockstep() and not are_described()
     expected = history.expected() if is_plain else None
+
+    def exchange() -> tuple[list[list[int]], list[_Row], list[list[str]]]:
+        row = torch.tensor([words], dtype=torch.int64, device=device)
+        received = all_gather(row, sizes="equal", group=group, grad="none").tolist()
+        rows = [_Row.decode(one, sender) for sender, one in enumerate(received)]
+        is_wrong = any(row.error or row[:3] != rows[0][:3] for row in rows)
+        text = f"{problem or chr(10)}\n{shown}"
+        return received, rows, _exchange_texts(text, group, device) if is_wrong else []
+
     try:
         if expected is not None and expected.payload is not None and not is_changed:
             row = torch.tensor(words, dtype=torch.int64, device="cpu")
             if expects and words == expected.row(call.rank).tolist():
                 return Agreement(call.rank, expected.counts, expected, row, history)
             send_other_row(row, expected.payload, call.rank, group)
-        row = torch.tensor([words], dtype=torch.int64, device=device)
-        received = all_gather(row, sizes="equal", group=group, grad="none").tolist()
-        rows = [_Row.decode(one, sender) for sender, one in enumerate(received)]
-        is_wrong = any(row.error or row[:3] != rows[0][:3] for row in rows)
-        texts = _exchange_texts(f"{problem or chr(10)}\n{shown}", group, device) if is_wrong else []
+        received, rows, texts = below_transforms(exchange)
     except BaseException:
         history.forget()
         raise
-    if is_wrong:
+    if texts:
         raise _error(name, rows, texts, list(same))
     counts = tuple(row.counts for row in rows)
     return Agreement(call.rank, counts, history.add(received, counts))
 
 
+def _unreadable(found: Exception) -> AllgradError:
+    """What the other ranks are told of an error that is none of ours."""
+    text = f"{type(found).__name__}: {str(found).partition(chr(10))[0]}"
+    if in_vmap() and isinstance(found, RuntimeError):
+        return ModeError(
+            f"torch.vmap maps over an argument whose values the loss must read ({text}).\n"
+            "Map over features, ids and weights only, or call it in a loop."
+        )
+    return InputError(f"an argument cannot be used: {text}\nCompare them with the docs.")
+
+
 def _error(
     name: str, rows: Sequence[_Row], texts: Sequence[list[str]], labels: Sequence[str]
-) -> InputError:
+) -> AllgradError:
     shown = [text[2] for text in texts]
     wrong = {rank: texts[rank][0] for rank, row in enumerate(rows) if row.error}
     if wrong:
@@ -230,12 +252,12 @@ def _exchange_texts(text: str, group: GroupLike, device: torch.device) -> list[l
     return [[*text.split("\n", 2), "", ""][:3] for text in texts]
 
 
-def _with_row(problem: InputError, shown: str) -> str:
+def _with_row(problem: AllgradError, shown: str) -> str:
     rule, _, advice = str(problem).partition("\n")
     return f"{rule}\n  here: {shown}\n{advice}"
 
 
-def _known(kind: type[InputError]) -> type[InputError]:
+def _known(kind: type[AllgradError]) -> type[AllgradError]:
     return kind if kind in _ERRORS else InputError
 
 
@@ -252,7 +274,8 @@ def _device(x: object) -> torch.device | None:
 
 def _describe(x: object) -> str:
     if isinstance(x, Tensor):
-        if is_checking() and x.dim() < 2 and x.numel() == 1 and x.is_floating_point():
+        is_number = x.dim() < 2 and x.numel() == 1 and x.is_floating_point()
+        if is_checking() and is_number and not in_vmap():
             return f"{float(x.detach())}"  # checked mode compares the values of numbers
         shape = f"nested of {x.size(0)}" if x.is_nested else tuple(x.shape)
         return f"{shape} {dtype_name(x.dtype)}"

@@ -17,8 +17,8 @@ be noise (test_tiny_loss_keeps_its_digits).
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,14 +30,26 @@ from allgrad.losses._recompute import recomputed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Activation", "row_losses", "terms_of", "weighted_sums"]
+__all__ = ["Activation", "Chunk", "row_losses", "terms_of", "weighted_sums"]
 
 Activation: TypeAlias = Literal["pairs", "softmax", "sigmoid"]
+T = TypeVar("T")
 R = TypeVar("R")
 C = TypeVar("C")
 
 # Finite, unlike -inf, so that a row with no score at all has a derivative.
 MASKED = -1e30
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk(Generic[T]):
+    """Some rows or columns: their tensors, and what makes the rows or columns of these."""
+
+    make: Callable[..., T]  # holds no tensor itself (_recompute)
+    tensors: tuple[Tensor | None, ...]
+
+    def made(self) -> T:
+        return self.make(*self.tensors)
 
 
 def terms_of(
@@ -80,25 +92,37 @@ def _zero_or_one(mask: Tensor, like: Tensor) -> Tensor:
 
 def row_losses(
     kind: Activation,
-    rows: Sequence[tuple[R, Tensor]],
-    columns: Sequence[tuple[C, tuple[Tensor, ...]]],
+    rows: Sequence[Chunk[R]],
+    columns: Sequence[Chunk[C]],
     terms: Callable[..., Tensor],
     *shared: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Each row's loss, and whether it has a positive.
 
-    ``terms(row, column, tensor of the row chunk, *tensors of the column chunk, *shared)`` gives the
-    numbers of a row chunk. There is at least one chunk of each, which may be empty, so that a
-    rank without rows takes part in backward too.
+    ``terms(rows, columns, *shared)`` gives the numbers of a row chunk. There is at least one chunk of
+    each, which may be empty, so that a rank without rows takes part in backward too.
     """
     losses, weights = [], []
-    for row, x in rows:
-        parts = [recomputed(partial(terms, row, column), x, *ys, *shared) for column, ys in columns]
+    for row in rows:
+        parts = [_recomputed_terms(terms, row, column, shared) for column in columns]
         numbers = parts[0].unbind() if len(parts) == 1 else _merged(kind, *torch.stack(parts, 1))
         loss, weight = _LOSSES[kind](*numbers)
         losses.append(loss)
         weights.append(weight)
     return _join(losses), _join(weights) > 0
+
+
+def _recomputed_terms(
+    terms: Callable[..., Tensor], row: Chunk[R], column: Chunk[C], shared: Sequence[Tensor]
+) -> Tensor:
+    first, make_row, make_column = len(row.tensors), row.make, column.make
+    last = first + len(column.tensors)
+
+    def of_tensors(*tensors: Tensor | None) -> Tensor:
+        rows, columns = make_row(*tensors[:first]), make_column(*tensors[first:last])
+        return terms(rows, columns, *tensors[last:])
+
+    return recomputed(of_tensors, *row.tensors, *column.tensors, *shared)
 
 
 def _merged(kind: Activation, first: Tensor, *others: Tensor) -> Sequence[Tensor]:

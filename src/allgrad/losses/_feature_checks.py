@@ -11,6 +11,7 @@ from torch import Tensor
 
 from allgrad.errors import InputError, PieceMismatch, TensorError
 from allgrad.losses._agreement import require
+from allgrad.losses._below_transforms import in_vmap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -74,7 +75,8 @@ def check_number(name: str, x: Tensor | float | None) -> None:
     if x is None:
         return
     if isinstance(x, Tensor):
-        good = x.dtype in _FLOATING and x.numel() == 1 and bool(x.isfinite().all())
+        good = x.dtype in _FLOATING and x.numel() == 1
+        good = good and (in_vmap() or bool(x.isfinite().all()))
     else:
         given: object = x  # also a number of NumPy
         good = isinstance(given, Real) and math.isfinite(given)

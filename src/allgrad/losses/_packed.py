@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from allgrad.collectives.all_gather import all_gather
+from allgrad.losses._below_transforms import below_transforms
 from allgrad.losses._expected_calls import Payload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from allgrad.losses._agreement import Agreement
-    from allgrad.types import GroupLike
+    from allgrad.types import Grad, GroupLike
 
 __all__ = ["Packing", "Part"]
 
@@ -34,6 +35,7 @@ class Part:
 
     own: Tensor
     rows: tuple[int, ...]
+    is_plain: bool = False  # below every transform, so that the joined one can be read
 
 
 class Packing:
@@ -85,14 +87,13 @@ class Packing:
 
     def gather_apart(self, group: GroupLike) -> list[Tensor]:
         """Each part of all ranks, a message for each: torch.func has no bytes of another dtype."""
+
+        def gather(part: Part) -> Tensor:
+            grad: Grad = "sum" if part.own.is_floating_point() else "none"
+            return all_gather(part.own, sizes=part.rows, group=group, grad=grad)
+
         found = [
-            all_gather(
-                part.own,
-                sizes=part.rows,
-                group=group,
-                grad="sum" if part.own.is_floating_point() else "none",
-            )
-            for part in self.parts
+            below_transforms(gather, part) if part.is_plain else gather(part) for part in self.parts
         ]
         self.agreed.confirm(None)
         return found

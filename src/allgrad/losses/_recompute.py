@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["recomputed"]
 
 
-def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def recomputed(function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
     """``function(*inputs)``, of which only the inputs are kept for backward.
 
     Backward is a function of the inputs and the incoming gradient, which is recomputed in the same
     way. So derivatives of any order need the intermediate tensors of one call at a time. The
-    function takes floating-point tensors, must not communicate, and runs without autocast.
+    function must not communicate, and runs without autocast. It gets every tensor that it uses as an
+    input, whole numbers too: one that it held would belong to a transform of torch.func that has
+    ended when backward runs (test_func_transforms_of_whole_numbers). The first input is a tensor.
     """
     # Torch differentiates the jvp of an autograd.Function in reverse mode only; in forward mode it gives zeros.
     if functorch_active() and transform_names().count("Jvp") > 1:
@@ -34,7 +36,7 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 def _recomputed_tuple(
-    function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
+    function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     found: tuple[Tensor, ...] = _Recomputed.apply(function, *inputs)  # type: ignore[no-untyped-call]
     return found
@@ -43,9 +45,11 @@ def _recomputed_tuple(
 @never_traced
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
-        with torch.autocast(inputs[0].device.type, enabled=False):
-            return function(*inputs)
+    def forward(
+        function: Callable[..., tuple[Tensor, ...]], first: Tensor, *others: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        with torch.autocast(first.device.type, enabled=False):
+            return function(first, *others)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004
@@ -61,14 +65,7 @@ class _Recomputed(torch.autograd.Function):
         def pulled_back(*tensors: Tensor) -> tuple[Tensor, ...]:
             xs, cotangents = tensors[: len(inputs)], tensors[len(inputs) :]
 
-            def by_needed(*moved: Tensor) -> tuple[Tensor, ...]:
-                rest = iter(moved)
-                merged = (next(rest) if n else x for x, n in zip(xs, needed, strict=True))
-                outputs: tuple[Tensor, ...] = function(*merged)
-                return outputs
-
-            moved = [x for x, n in zip(xs, needed, strict=True) if n]
-            return _vjp(by_needed, moved, cotangents)
+            return _vjp(*_by_some(function, xs, needed), cotangents)
 
         found = iter(_recomputed_tuple(pulled_back, [*inputs, *gradients]))
         return None, *(next(found) if n else None for n in needed)
@@ -76,13 +73,15 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         inputs = ctx.saved_tensors
+        floating = [x is not None and x.is_floating_point() for x in inputs]
+        function, chosen = _by_some(ctx.function, inputs, floating)
+        given = (t for t, f in zip(tangents[1:], floating, strict=True) if f)  # less the function's
         moved = tuple(
-            torch.zeros_like(x) if t is None else t
-            for x, t in zip(inputs, tangents[1:], strict=True)  # the first is of the function
+            torch.zeros_like(x) if t is None else t for x, t in zip(chosen, given, strict=True)
         )
         # Forward mode does not nest. The gradient is linear in the cotangents, and the derivative
         # by them is the forward one.
-        value, pull = torch.func.vjp(ctx.function, *inputs)[:2]
+        value, pull = torch.func.vjp(function, *chosen)[:2]
         zeros = tuple(torch.zeros_like(y) for y in value)
         push = torch.func.vjp(lambda *cotangents: pull(cotangents), *zeros)[1]
         found: tuple[Tensor, ...] = push(moved)
@@ -96,6 +95,20 @@ class _Recomputed(torch.autograd.Function):
         mapped = torch.func.vmap(function, in_dims=in_dims[1:], randomness=info.randomness)
         found = _recomputed_tuple(mapped, inputs)
         return found, (0,) * len(found)
+
+
+def _by_some(
+    function: Callable[..., tuple[Tensor, ...]],
+    inputs: Sequence[Tensor | None],
+    chosen: Sequence[bool],
+) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
+    """The function of the chosen inputs alone, and these."""
+
+    def of_chosen(*moved: Tensor) -> tuple[Tensor, ...]:
+        rest = iter(moved)
+        return function(*(next(rest) if c else x for x, c in zip(inputs, chosen, strict=True)))
+
+    return of_chosen, [x for x, c in zip(inputs, chosen, strict=True) if c and x is not None]
 
 
 def _vjp(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from allgrad.losses._each_row import row_losses, terms_of
+from allgrad.losses._each_row import Chunk, row_losses, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,11 +30,10 @@ class Queries:
     own: Tensor | None  # the column of each query's own key
     limit: Tensor | None = None  # a negative above it is a false one
 
-    def chunks(self) -> list[tuple[Queries, Tensor]]:
+    def chunks(self) -> list[Chunk[Queries]]:
         features = self.features.split(TILE[0])
         parts = [_split(x, TILE[0], len(features)) for x in (self.ids, self.own, self.limit)]
-        made = zip(features, *parts, strict=True)
-        return [(Queries(x, ids, own, limit), x) for x, ids, own, limit in made]
+        return [Chunk(Queries, tensors) for tensors in zip(features, *parts, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +42,17 @@ class Keys:
 
     features: Tensor
     ids: Tensor | None
-    first: int  # the column of the first of them
     weights: Tensor | None = None
     filled: Tensor | None = None  # which keys of a queue count
+    first: int = 0  # the column of the first of them
 
-    def chunks(self) -> list[tuple[Keys, tuple[Tensor, ...]]]:
+    def chunks(self) -> list[Chunk[Keys]]:
         features = self.features.split(TILE[1])
         parts = [_split(x, TILE[1], len(features)) for x in (self.ids, self.weights, self.filled)]
-        made: list[tuple[Keys, tuple[Tensor, ...]]] = []
-        first = self.first
-        for x, ids, weights, filled in zip(features, *parts, strict=True):
-            chunk = Keys(x, ids, first, weights, filled)
-            made.append((chunk, (x,) if weights is None else (x, weights)))
-            first += len(x)
+        made, first = [], self.first
+        for tensors in zip(features, *parts, strict=True):
+            made.append(Chunk(partial(Keys, first=first), tensors))
+            first += len(tensors[0])
         return made
 
 
@@ -97,11 +95,12 @@ class Relation:
             return rows
         highest = []
         with torch.autocast(rows.features.device.type, enabled=False):  # as the terms are computed
-            for row, x in rows.chunks():
+            for row in (chunk.made() for chunk in rows.chunks()):
+                x = row.features
                 best = torch.full((len(x),), -torch.inf, device=x.device, dtype=_wide(x))
                 for keys in columns:
-                    for column, (y, *_) in keys.chunks():
-                        similarity = _similarity(x, y)
+                    for column in (chunk.made() for chunk in keys.chunks()):
+                        similarity = _similarity(x, column.features)
                         positive, _ = self.masks(row, column, similarity)
                         masked = similarity.masked_fill(~positive, -torch.inf)
                         if masked.shape[1]:
@@ -124,15 +123,15 @@ def score_rows(  # noqa: PLR0917
     wide = _wide(rows.features)
     shared = [x.to(rows.features.device, wide).reshape(()) for x in (scale, bias) if x is not None]
 
-    def terms(row: Queries, column: Keys, x: Tensor, y: Tensor, *more: Tensor) -> Tensor:
-        weights = None if column.weights is None else more[0].to(wide)
-        numbers = more if weights is None else more[1:]
+    def terms(row: Queries, column: Keys, *numbers: Tensor) -> Tensor:
+        x, y = row.features, column.features
+        weights = None if column.weights is None else column.weights.to(wide)
         if row.limit is None:  # one pass over the scores less
             scores = similarity = _similarity(numbers[0] * x.to(wide), y)
         else:
             similarity = _similarity(x, y)
             scores = numbers[0] * similarity
-        if bias is not None:
+        if len(numbers) > 1:
             scores = scores + numbers[1]
         return terms_of(kind, scores, *relation.masks(row, column, similarity), weights)
 

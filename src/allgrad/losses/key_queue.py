@@ -62,7 +62,7 @@ def queued_keys(queue: _Queued | None, first: int, like: Tensor) -> list[Keys]:
     """The columns of a queue as it is now: what is pushed later is not seen."""
     if queue is None:
         return []
-    return [Keys(queue.features.to(like), queue.ids, first, filled=queue.filled)]
+    return [Keys(queue.features.to(like), queue.ids, filled=queue.filled, first=first)]
 
 
 class QueuedKeys(_Queued):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from allgrad.errors import InputError, PieceMismatch, TensorError
 from allgrad.losses._agreement import CallSpec, agree_and, require
 from allgrad.losses._autocast import outside_autocast
-from allgrad.losses._each_row import MASKED, row_losses, terms_of, weighted_sums
+from allgrad.losses._below_transforms import below_transforms
+from allgrad.losses._each_row import MASKED, Chunk, row_losses, terms_of, weighted_sums
 from allgrad.losses._feature_checks import check_number, check_reduction, number
 from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
@@ -39,7 +41,7 @@ class _Samples:
     lengths: list[int]
     first: int = 0  # the number of the first sample, among those of all ranks
 
-    def chunks(self, most: int) -> list[tuple[_Samples, Tensor]]:
+    def chunks(self, most: int) -> list[Chunk[_Samples]]:
         """Consecutive samples that need at most so many tokens when they are padded."""
         groups: list[list[int]] = [[]]
         for length in self.lengths:
@@ -49,7 +51,7 @@ class _Samples:
         made, first = [], self.first
         tokens = self.tokens.split([sum(group) for group in groups])
         for group, x in zip(groups, tokens, strict=True):
-            made.append((_Samples(x, group, first), x))
+            made.append(Chunk(partial(_Samples, lengths=group, first=first), (x,)))
             first += len(group)
         return made
 
@@ -140,12 +142,9 @@ def maxsim_loss(
             raise InputError("maxsim_loss: no rank has a pair.\nGive at least one rank a pair.")
         first, (query_lengths, document_lengths) = sum(pairs[: agreed.rank]), (q.lengths, d.lengths)
 
-        def lengths_of(samples: _Samples) -> Tensor:
-            return torch.tensor(samples.lengths, dtype=torch.int64, device=samples.tokens.device)
-
-        parts = [Part(d.tokens, document_tokens), Part(lengths_of(d), pairs)]
+        parts = [Part(d.tokens, document_tokens), _lengths(d, pairs)]
         if symmetric:
-            parts += [Part(q.tokens, query_tokens), Part(lengths_of(q), pairs)]
+            parts += [Part(q.tokens, query_tokens), _lengths(q, pairs)]
 
         def sums(joined: list[Tensor], q: Tensor, d: Tensor, factor: Tensor) -> Tensor:
             documents = _Samples(joined[0], joined[1].tolist())
@@ -165,6 +164,11 @@ def maxsim_loss(
     return agree_and("maxsim_loss", arguments, check, group, compute)
 
 
+def _lengths(samples: _Samples, pairs: tuple[int, ...]) -> Part:
+    make = partial(torch.tensor, dtype=torch.int64, device=samples.tokens.device)
+    return Part(below_transforms(make, samples.lengths), pairs, is_plain=True)
+
+
 def _direction(
     rows: _Samples, columns: _Samples, scale: Tensor, *, queries_are_rows: bool
 ) -> tuple[Tensor, Tensor]:
@@ -172,23 +176,21 @@ def _direction(
     wide = torch.promote_types(rows.tokens.dtype, torch.float32)
     most = TILE if queries_are_rows else TILE[::-1]
 
-    def terms(row: _Samples, column: _Samples, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
-        if queries_are_rows:
-            scores = _maxsim(row, column, x, y)
-        else:
-            scores = _maxsim(column, row, y, x).T
-        index = torch.arange(len(row.lengths), device=x.device)[:, None] + row.first
-        other = torch.arange(len(column.lengths), device=x.device) + column.first
+    def terms(row: _Samples, column: _Samples, factor: Tensor) -> Tensor:
+        scores = _maxsim(row, column) if queries_are_rows else _maxsim(column, row).T
+        device = row.tokens.device
+        index = torch.arange(len(row.lengths), device=device)[:, None] + row.first
+        other = torch.arange(len(column.lengths), device=device) + column.first
         pair = index == other
         return terms_of("pairs", factor * scores.to(wide), pair, ~pair, None)
 
     shared = scale.to(rows.tokens.device, wide).reshape(())
-    columns_of = [(column, (y,)) for column, y in columns.chunks(most[1])]
-    return row_losses("pairs", rows.chunks(most[0]), columns_of, terms, shared)
+    return row_losses("pairs", rows.chunks(most[0]), columns.chunks(most[1]), terms, shared)
 
 
-def _maxsim(queries: _Samples, documents: _Samples, q: Tensor, d: Tensor) -> Tensor:
+def _maxsim(queries: _Samples, documents: _Samples) -> Tensor:
     """The scores of a chunk of queries with a chunk of documents."""
+    q, d = queries.tokens, documents.tokens
     place, real = documents.places()
     wide = torch.promote_types(q.dtype, torch.float32)
     padded = d[place.flatten()] if len(d) else d.new_zeros(place.numel(), d.shape[1])

@@ -123,7 +123,7 @@ def multiple_negatives_loss(
             columns, *column_ids = joined
             first = sum(sizes[: agreed.rank])
             own = torch.arange(first, first + len(rows), device=rows.device)
-            blocks = [Keys(columns, column_ids[0] if column_ids else None, 0)]
+            blocks = [Keys(columns, column_ids[0] if column_ids else None)]
             if old:
                 blocks += earlier
             queries = Queries(rows, own_ids, own)

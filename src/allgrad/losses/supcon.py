@@ -203,7 +203,7 @@ def _several_positives(  # noqa: PLR0917
         def sums(joined: list[Tensor], query: Tensor, *others: Tensor) -> Tensor:
             keys, ids, *weights = joined
             rows = Queries(query, own_ids, own if relation.exclude_self else None)
-            new = Keys(keys.to(key.dtype), ids, 0, weights[0] if weights else None)
+            new = Keys(keys.to(key.dtype), ids, weights[0] if weights else None)
             columns = [new, *earlier]
             scalars, its_weights = others[: len(numbers)], others[len(numbers) :]
             losses, has_positive = score_rows(kind, relation, rows, columns, *scalars)

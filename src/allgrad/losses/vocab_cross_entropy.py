@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeAlias, cast
 
 import torch
@@ -17,6 +17,7 @@ from allgrad.collectives.all_gather import all_gather
 from allgrad.collectives.all_reduce import share
 from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError
 from allgrad.losses._agreement import CallSpec, agree, require
+from allgrad.losses._below_transforms import in_vmap
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._recompute import recomputed
 
@@ -126,7 +127,7 @@ def cross_entropy(
         try:
             check()
             rank, words = _given_words(weight, sizes, group)
-            if targets.device.type == "cpu":  # on a device it would be a wait
+            if targets.device.type == "cpu" and not in_vmap():  # on a device it would be a wait
                 _, low, high = _summary(targets, ignore_index)
                 _check_range(low, high, sum(words), ignore_index)
         except Exception as problem:
@@ -192,7 +193,7 @@ def _sums_of_own_words(
 
     size = max(1, CHUNK_BYTES // (len(weight) * wide.itemsize))
     found = [
-        recomputed(partial(of_chunk, at), x, weight, *more)
+        recomputed(of_chunk, at, x, weight, *more)
         for x, at in zip(rows.split(size), own.split(size), strict=True)
     ]
     return torch.cat(found, 1)

@@ -1,0 +1,31 @@
+"""What a loss computes of plain numbers, below every transform of torch.func.
+
+A message of counts or lengths is the same for the whole batch of a vmap. Inside the transform a gather
+would give it a batch, and nobody could read it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from allgrad._core.torch_internals import current_interpreter, functorch_active, transform_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["below_transforms", "in_vmap"]
+
+T = TypeVar("T")
+
+
+def below_transforms(function: Callable[..., T], *args: Any) -> T:
+    """Call it as if no transform were active; no tensor of one may be used."""
+    if not functorch_active():
+        return function(*args)
+    with current_interpreter().lower():
+        return below_transforms(function, *args)
+
+
+def in_vmap() -> bool:
+    """Tell whether tensors may have a batch, whose values cannot be read."""
+    return functorch_active() and "Vmap" in transform_names()
