@@ -100,7 +100,9 @@ class _Mean(torch.autograd.Function):
         how.packing.confirm(received)
         call_order.register(ctx, ctx.call, message)
         inputs = [x.detach().requires_grad_() for x in (received, *own)]
-        with torch.enable_grad():
+        # Not by the caller's hooks: a checkpoint would compute its region once more for this graph
+        # (test_a_checkpointed_region_is_computed_twice).
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
             sums = how.sums(how.packing.unpack(inputs[0]), *inputs[1:])
         total, weight = all_reduce(sums.detach(), group=how.group, grad="none")
         mean: Tensor = total / weight
@@ -121,6 +123,10 @@ class _Mean(torch.autograd.Function):
         own, *others = _in_one_message(ctx.how, sums, inputs, factors, needed, by_mean)
         own = own[: len(saved[0])]  # without the row of the agreement
         return None, anchor_gradient(ctx), own, *others
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 def _in_one_message(  # noqa: PLR0917

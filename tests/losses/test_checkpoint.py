@@ -1,0 +1,78 @@
+"""Losses in regions whose activations are computed again in backward."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from allgrad.losses import (
+    clip_loss,
+    info_nce_loss,
+    maxsim_loss,
+    multiple_negatives_loss,
+    reference,
+    siglip_loss,
+    sigmoid_supcon_loss,
+    supcon_loss,
+)
+from exactness import leaf, random
+from losses.samples import features, ids_of
+
+SCALE = 3.0
+COUNTS = (3, 1, 4)
+
+
+def losses(ids):
+    """Each loss of queries and keys, with its formula; ids are those of the given rows."""
+    return {
+        "clip": (lambda q, k: clip_loss(q, k, SCALE), reference.clip),
+        "siglip": (lambda q, k: siglip_loss(q, k, SCALE), reference.siglip),
+        "info_nce": (lambda q, k: info_nce_loss(q, k, SCALE), reference.info_nce),
+        "supcon": (lambda q, k: supcon_loss(q, k, SCALE, ids, ids), reference.supcon),
+        "sigmoid_supcon": (
+            lambda q, k: sigmoid_supcon_loss(q, k, SCALE, ids, ids),
+            reference.sigmoid_supcon,
+        ),
+        "multiple_negatives": (
+            lambda q, k: multiple_negatives_loss(q, k, SCALE),
+            reference.multiple_negatives,
+        ),
+        "maxsim": (
+            lambda q, k: maxsim_loss(q.unsqueeze(1), k.unsqueeze(1), SCALE),
+            lambda q, k, scale: reference.maxsim([*q.unsqueeze(1)], [*k.unsqueeze(1)], scale),
+        ),
+    }
+
+
+def check(rank, world, name, counts, width=5, **options):
+    """Value and gradients of the loss of two towers inside a region, and how often it was computed."""
+    ids = ids_of(counts, 1)
+    whole, weight = leaf(torch.cat(features(counts, 10, width))), leaf(random((width, width), 2))
+    formula = losses(None)[name][1]
+    more = [torch.cat(ids)] * 2 if "supcon" in name else []
+    want = formula((whole @ weight).sin(), (whole @ weight).cos(), SCALE, *more)
+    by_whole, by_weight = torch.autograd.grad(want, (whole, weight))
+
+    own, ours = leaf(whole.detach().split(counts)[rank]), leaf(weight.detach())
+    loss, calls = losses(ids[rank])[name][0], []
+
+    def region(x):
+        calls.append(x)
+        hidden = x @ ours
+        return loss(hidden.sin(), hidden.cos())
+
+    got = checkpoint(region, own, use_reentrant=False, **options)
+    got.backward()
+    assert len(calls) == 2
+    tight = {"rtol": 1e-10, "atol": 1e-12}
+    torch.testing.assert_close(got.detach(), want.detach(), **tight)
+    torch.testing.assert_close(own.grad, world * by_whole.split(counts)[rank], **tight)
+    summed = ours.grad.clone()
+    if world > 1:
+        torch.distributed.all_reduce(summed)
+    torch.testing.assert_close(summed, world * by_weight, **tight)
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("name", losses(None))
+def test_a_checkpointed_region_is_computed_twice(rank, world, name):
+    check(rank, world, name, COUNTS[:world])
