@@ -1,9 +1,16 @@
 """Losses in regions whose activations are computed again in backward."""
 
+from functools import partial
+
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
+from allgrad.errors import ModeError
 from allgrad.losses import (
     clip_loss,
     info_nce_loss,
@@ -76,3 +83,32 @@ def check(rank, world, name, counts, width=5, **options):
 @pytest.mark.parametrize("name", losses(None))
 def test_a_checkpointed_region_is_computed_twice(rank, world, name):
     check(rank, world, name, COUNTS[:world])
+
+
+PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
+
+
+def saving(is_saved):
+    """The option of a checkpoint that saves the results of some ops."""
+
+    def policy(context, op, *args, **options):
+        return (
+            CheckpointPolicy.MUST_SAVE if is_saved(str(op)) else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+
+    return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("name", losses(None))
+def test_a_region_that_saves_products_equals_the_formula(rank, world, name):
+    """With few pairs, which every rank computes, and with more, of which each computes its rows."""
+    for counts in (COUNTS, (150, 40, 110)):
+        check(rank, world, name, counts[:world], width=24, **saving(PRODUCTS.__contains__))
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("name", ["clip", "siglip", "info_nce"])
+def test_saving_what_a_loss_changes_in_place_is_refused(rank, world, name):
+    with pytest.raises(ModeError, match="selective activation checkpointing saved"):
+        check(rank, world, name, COUNTS[:world], **saving(lambda op: "mm" in op))

@@ -39,6 +39,7 @@ from allgrad._autograd.transforms import ANCHOR, is_plain_autograd
 from allgrad._core.torch_internals import anchor_gradient, never_traced
 from allgrad._wire import primitives as wire
 from allgrad._wire.groups import find_group
+from allgrad.errors import ModeError
 from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._first_order import Inputs, Kept, first_gradients, loss_value
 from allgrad.losses._modes import first_order, loss_in_transform
@@ -108,7 +109,12 @@ class _ContrastiveLoss(torch.autograd.Function):
         ctx.call = wire.resolve(config.name, config.layout.group)
         if ctx.call.size > 1:
             call_order.register(ctx, ctx.call, q)
-        loss, kept = loss_value(config, Inputs(q, k, scale, bias), ctx.needs_input_grad[2:])
+        try:
+            loss, kept = loss_value(config, Inputs(q, k, scale, bias), ctx.needs_input_grad[2:])
+        except RuntimeError as error:
+            if _SELECTIVE in str(error):
+                raise _saved_in_place(config.name) from error
+            raise
         ctx.save_for_backward(q, k, scale, bias, *kept.flatten())
         return loss
 
@@ -125,6 +131,17 @@ class _ContrastiveLoss(torch.autograd.Function):
             first_gradients, ctx.config, x, by_loss, kept, needed, device=by_loss.device.type
         )
         return None, anchor_gradient(ctx), *found
+
+
+_SELECTIVE = "selective activation checkpoint"  # what torch's errors of it say
+
+
+def _saved_in_place(name: str) -> ModeError:
+    return ModeError(
+        f"{name}: selective activation checkpointing saved a tensor that the loss changes in place, such as "
+        "that of mm.out.\nLet the policy save ops that make a new tensor (torch.ops.aten.mm.default), or "
+        "leave the loss out of the region."
+    )
 
 
 # The same as _ContrastiveLoss.apply outside of torch.func, less what that one does in Python.
