@@ -1,5 +1,6 @@
 """The queue of earlier keys: the same on every rank, in rank order, part of the state."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -94,3 +95,32 @@ def test_bad_input_raises_on_every_rank(rank, world):
 def test_empty_capacity_is_refused():
     with pytest.raises(InputError, match="capacity=0"):
         KeyQueue(0, 4)
+
+
+@pytest.mark.ranks(3)
+def test_a_push_in_a_compiled_function_is_a_graph_break(rank, world):
+    made = [KeyQueue(5, 4, ids=True, dtype=torch.float64) for _ in range(2)]
+
+    def step(queue, x, ids):
+        loss = multiple_negatives_loss(x, x.cos(), 3.0, queue=queue, ids=ids)
+        queue.push(x.detach() * 2, ids)
+        return loss + 1
+
+    compiled = torch.compile(step, backend="aot_eager")
+    for number in range(3):
+        x = features((rank + 1,) * world, number, 4)[rank]
+        ids = torch.arange(rank + 1) + 10 * number
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Dynamo does not know")
+            got = compiled(made[0], x, ids)
+        torch.testing.assert_close(got, step(made[1], x, ids))
+        for name in ("features", "ids", "count"):
+            torch.testing.assert_close(getattr(made[0], name), getattr(made[1], name))
+
+    def pushed(x, ids):
+        made[0].push(x, ids)
+        return x + 1
+
+    whole = torch.compile(pushed, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"KeyQueue\.push"):
+        whole(x, ids)

@@ -113,11 +113,19 @@ class KeyQueue(HoldsGroup, _Queued, nn.Module):
     def extra_repr(self) -> str:
         return f"{self.capacity}, {self.width}, ids={self.ids is not None}"
 
+    def push(self, key: Tensor, ids: Tensor | None = None) -> None:
+        """Append the keys of all ranks in rank order, and drop the oldest. In a graph, a graph break."""
+        if torch.compiler.is_compiling():
+            from allgrad.losses import _graph_breaks
+
+            _graph_breaks.run_push(self._push, key, ids)
+        else:
+            self._push(key, ids)
+
     # Buffers made in inference mode would be of no use to a later loss with a gradient.
     @torch.inference_mode(False)
     @torch.no_grad()
-    def push(self, key: Tensor, ids: Tensor | None = None) -> None:
-        """Append the keys of all ranks in rank order, and drop the oldest."""
+    def _push(self, key: Tensor, ids: Tensor | None) -> None:
 
         def check() -> CallSpec:
             check_features({"key": key})
