@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from allgrad.losses._expected_calls import ExpectedCall, History
     from allgrad.types import GroupLike
 
-__all__ = ["Agreement", "CallSpec", "agree", "agree_and", "require"]
+__all__ = ["Agreement", "CallSpec", "agree", "agree_and", "no_values", "require"]
 
 _ERRORS: tuple[type[AllgradError] | None, ...] = (
     *(None, InputError, TensorError),
@@ -161,7 +161,7 @@ def agree(
     spec = CallSpec({}, ())
     try:
         spec = check()
-    except InputError as found:
+    except (InputError, ModeError) as found:
         problem = found
     except Exception as found:  # noqa: BLE001  no rank may wait for this one
         problem = _unreadable(found)
@@ -206,6 +206,14 @@ def agree(
     return Agreement(call.rank, counts, history.add(received, counts))
 
 
+def no_values(wanted: str) -> str:
+    """The rule and the advice for a meta tensor where its ranks need more than shapes."""
+    return (
+        f"a meta tensor has a shape only, and the loss reads {wanted}.\n"
+        "Give sizes= where the loss has it, or use real tensors."
+    )
+
+
 def _unreadable(found: Exception) -> AllgradError:
     """What the other ranks are told of an error that is none of ours."""
     text = f"{type(found).__name__}: {str(found).partition(chr(10))[0]}"
@@ -214,6 +222,8 @@ def _unreadable(found: Exception) -> AllgradError:
             f"torch.vmap maps over an argument whose values the loss must read ({text}).\n"
             "Map over features, ids and weights only, or call it in a loop."
         )
+    if "meta tensor" in text:
+        return ModeError(no_values("its values"))
     return InputError(f"an argument cannot be used: {text}\nCompare them with the docs.")
 
 

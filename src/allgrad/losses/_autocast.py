@@ -14,7 +14,7 @@ __all__ = ["outside_autocast"]
 
 def outside_autocast(compute: Callable[..., Any], *args: Any, device: str) -> Any:
     """Call it without autocast, which would change products, and refuse to join what it did not make."""
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # meta has no autocast
         return compute(*args)
     with torch.autocast(device, enabled=False):
         return compute(*args)

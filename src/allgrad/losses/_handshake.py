@@ -18,7 +18,8 @@ from allgrad._wire.calls import resolve
 from allgrad._wire.consistency import refuse
 from allgrad.collectives._sizes import given_sizes
 from allgrad.collectives.all_gather import all_gather
-from allgrad.errors import InputError, SizesError, rank_table
+from allgrad.errors import InputError, ModeError, SizesError, rank_table
+from allgrad.losses._agreement import no_values
 from allgrad.losses._argument_rules import check_args, require_pairs
 from allgrad.losses._rank_args import OPTIONS_BYTES, GradNeeds, RankArgs, TensorSpec
 
@@ -77,6 +78,8 @@ def exchange_args(
         return _without_exchange(name, own, sizes, group, device)
     if call.size == 1:
         return _check_alone(name, own)
+    if device is not None and device.type == "meta":
+        raise ModeError(f"{name}: {no_values('the numbers of pairs of all ranks')}")
     ranks = _exchange(own, group, device)
     _check_all(name, ranks)
     pairs = tuple(args.pairs for args in ranks)
@@ -94,7 +97,9 @@ def _digest(options: str) -> int:
 
 def _is_readable(x: object, world: int) -> bool:
     """Whether a number is read: one rank alone does not wait for its device to check it."""
-    return world > 1 or not (isinstance(x, Tensor) and x.is_cuda)
+    if not isinstance(x, Tensor):
+        return True
+    return not x.is_meta and (world > 1 or not x.is_cuda)
 
 
 @lru_cache(maxsize=1024)
@@ -134,6 +139,8 @@ def _without_exchange(
         refuse(call, error)
     keys = pairs
     if any(spec.given == "tensor" for spec in own.features[2:]):  # ranks may have different numbers
+        if device is not None and device.type == "meta":
+            raise ModeError(f"{name}: {no_values('the numbers of further keys of all ranks')}")
         extra = torch.tensor([own.keys - own.pairs], device=device)
         found = all_gather(extra, sizes="equal", group=group, grad="none").tolist()
         keys = tuple(a + b for a, b in zip(pairs, found, strict=True))

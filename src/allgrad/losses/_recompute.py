@@ -9,6 +9,7 @@ from torch import Tensor
 
 from allgrad._core.torch_internals import functorch_active, never_traced, transform_names
 from allgrad.errors import ModeError
+from allgrad.losses._autocast import outside_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,8 +49,10 @@ class _Recomputed(torch.autograd.Function):
     def forward(
         function: Callable[..., tuple[Tensor, ...]], first: Tensor, *others: Tensor | None
     ) -> tuple[Tensor, ...]:
-        with torch.autocast(first.device.type, enabled=False):
-            return function(first, *others)
+        found: tuple[Tensor, ...] = outside_autocast(
+            function, first, *others, device=first.device.type
+        )
+        return found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004

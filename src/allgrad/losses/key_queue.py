@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from allgrad._core.held_group import HoldsGroup
 from allgrad.collectives.all_gather import all_gather
-from allgrad.errors import InputError, PieceMismatch
-from allgrad.losses._agreement import CallSpec, agree, require
+from allgrad.errors import InputError, ModeError, PieceMismatch
+from allgrad.losses._agreement import CallSpec, agree, no_values, require
 from allgrad.losses._feature_checks import check_features, check_per_row
 from allgrad.losses._relations import Keys
 
@@ -129,6 +129,8 @@ class KeyQueue(HoldsGroup, _Queued, nn.Module):
 
         def check() -> CallSpec:
             check_features({"key": key})
+            if key.is_meta != self.features.is_meta:
+                raise ModeError(no_values("the keys"))
             check_per_row("ids", ids, "key", len(key), whole=True)
             self.check_width(key)
             require(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from allgrad.errors import InputError, PieceMismatch, TensorError
-from allgrad.losses._agreement import CallSpec, agree_and, require
+from allgrad.errors import InputError, ModeError, PieceMismatch, TensorError
+from allgrad.losses._agreement import CallSpec, agree_and, no_values, require
 from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._below_transforms import below_transforms
 from allgrad.losses._each_row import MASKED, Chunk, row_losses, terms_of, weighted_sums
@@ -115,6 +115,8 @@ def maxsim_loss(
         check_number("scale", scale)
         check_reduction(grad_reduction)
         q, d = packed
+        if q.tokens.is_meta:
+            raise ModeError(no_values("the lengths of all ranks' samples"))
         require(
             len(q.lengths) == len(d.lengths),
             PieceMismatch,
