@@ -21,6 +21,7 @@ from allgrad.losses import (
     reference,
 )
 from exactness import random
+from refusals import raises_everywhere
 
 NEAR = {"rtol": 1e-10, "atol": 1e-13}
 
@@ -313,3 +314,27 @@ def test_scalars_may_be_named(named):
 def test_no_micro_batch_is_refused():
     with pytest.raises(InputError, match="no micro-batch"):
         grad_cache_step(nn.Identity(), [], clip_loss)
+
+
+def test_an_iterator_one_module_and_a_number_are_taken():
+    encoder, xs = nn.Linear(4, 4).double(), random((5, 4), 1).split((2, 3))
+    step = lambda x: (encoder(x), encoder(x).cos(), 3.0)  # noqa: E731
+    want = clip_loss(*(torch.cat(x) for x in zip(*(step(x)[:2] for x in xs), strict=True)), 3.0)
+    want.backward()
+    by_weight, encoder.weight.grad = encoder.weight.grad, None
+    got = grad_cache_step(step, (x for x in xs), clip_loss, models=encoder)
+    torch.testing.assert_close(got, want.detach())
+    torch.testing.assert_close(encoder.weight.grad, by_weight)
+
+
+@pytest.mark.ranks(3)
+def test_outputs_that_are_no_tensors_are_refused(rank, world):
+    xs = [torch.ones(2, 4)]
+    wrong = {
+        "output 1 of encode is NoneType": (lambda x: (x, None), clip_loss),
+        "output 'text' of encode is str": (lambda x: {"image": x, "text": "a"}, clip_loss),
+        "encode returned object": (lambda _: object(), clip_loss),
+        "loss returned dict": (lambda x: x, lambda x: {"loss": clip_loss(x, x, 1.0)}),
+    }
+    for text, (encode, loss) in wrong.items():
+        raises_everywhere(InputError, lambda e=encode, f=loss: grad_cache_step(e, xs, f), text)

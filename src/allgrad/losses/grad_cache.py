@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from allgrad._wire.calls import resolve
+from allgrad._wire.consistency import refuse
 from allgrad.collectives.all_gather import gather_sizes
 from allgrad.errors import InputError, rank_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from allgrad.types import GroupLike
 
@@ -24,10 +27,10 @@ Batch = TypeVar("Batch")
 
 def grad_cache_step(
     encode: Callable[[Batch], Any],
-    micro_batches: Sequence[Batch],
+    micro_batches: Iterable[Batch],
     loss: Callable[..., Tensor],
     *,
-    models: Sequence[nn.Module] = (),
+    models: nn.Module | Sequence[nn.Module] = (),
     scalars: Collection[int | str] | None = None,
     backward: Callable[[Tensor], object] = Tensor.backward,
     group: GroupLike = None,
@@ -38,8 +41,8 @@ def grad_cache_step(
         2. the loss of all embeddings, of all ranks        loss(a b c)  --->  A B C
         3. encode each again, with its gradient            [ a ] <- A   [ b ] <- B   [ c ] <- C
 
-    ``encode`` returns a tensor, or a tuple, list or dict of tensors, which become the arguments of
-    ``loss``. Embeddings are joined along dim 0. Scalars such as a learned scale are taken from the
+    ``encode`` returns a tensor, or a tuple, list or dict of tensors and numbers, which become the
+    arguments of ``loss``. Embeddings are joined along dim 0. Scalars such as a learned scale are taken from the
     last micro-batch: ``scalars`` tells which outputs they are, by position or name. If None, they are
     tensors without dimensions, or of one element where the embeddings have another number of rows.
 
@@ -61,6 +64,8 @@ def grad_cache_step(
 
     Cost: one more forward of the encoder, one copy of the buffers, and one size exchange.
     """
+    micro_batches = list(micro_batches)
+    models = (models,) if isinstance(models, nn.Module) else models
     extra = _most_micro_batches(len(micro_batches), group) - len(micro_batches)
     called = (encode, *models)
     wrapped = [m for m in called if hasattr(m, "no_sync")]
@@ -71,7 +76,7 @@ def grad_cache_step(
     with torch.no_grad(), _no_sync(wrapped):
         for batch in micro_batches:
             states.append(_random_state(devices))
-            outputs.append(_Output(encode(batch)))
+            outputs.append(_encoded(encode(batch), group))
         with torch.random.fork_rng(devices):
             for _ in range(extra):
                 encode(micro_batches[-1])
@@ -80,6 +85,10 @@ def grad_cache_step(
     is_scalar = _find_scalars(outputs) if scalars is None else _named_scalars(outputs[0], scalars)
     joined = _join(outputs, is_scalar)
     value = joined.call(loss)
+    if not isinstance(value, Tensor):
+        _refuse(
+            f"loss returned {type(value).__name__}, not a tensor.", "Return the loss alone.", group
+        )
     backward(value)
     gradients = _split_gradients(joined, outputs, is_scalar)
 
@@ -118,6 +127,31 @@ def _most_micro_batches(count: int, group: GroupLike) -> int:
     )
 
 
+def _encoded(returned: Any, group: GroupLike) -> _Output:
+    """The output of an encoder, if it is one."""
+    named = returned if isinstance(returned, dict) else {}
+    if not isinstance(returned, (Tensor, tuple, list, dict)):
+        _refuse(f"encode returned {type(returned).__name__}.", _OUTPUTS, group)
+    if isinstance(returned, (tuple, list)):
+        named = dict(enumerate(returned))
+    for name, x in named.items():
+        if not isinstance(x, (Tensor, Real)):
+            _refuse(f"output {name!r} of encode is {type(x).__name__}.", _OUTPUTS, group)
+    return _Output(returned)
+
+
+_OUTPUTS = "Return a tensor, or a tuple, list or dict of tensors and numbers."
+
+
+def _refuse(rule: str, advice: str, group: GroupLike) -> NoReturn:
+    """Raise; in checked mode on every rank of the group."""
+    refuse(resolve("grad_cache_step", group), InputError(f"grad_cache_step: {rule}\n{advice}"))
+
+
+def _as_tensor(x: Real) -> Tensor:
+    return torch.tensor(float(x), dtype=torch.float64, device="cpu")
+
+
 class _Buffers:
     """The buffers of modules as they were."""
 
@@ -141,7 +175,9 @@ class _Output:
     def __init__(self, returned: Any) -> None:
         self.names = list(returned) if isinstance(returned, dict) else None
         values = returned.values() if isinstance(returned, dict) else returned
-        self.tensors: list[Tensor] = [values] if isinstance(values, Tensor) else list(values)
+        listed = [values] if isinstance(values, Tensor) else list(values)
+        # A number is a scalar without a gradient.
+        self.tensors: list[Tensor] = [_as_tensor(x) if isinstance(x, Real) else x for x in listed]
 
     def rows(self) -> set[int]:
         """The lengths of the embeddings: of all tensors that are surely not scalars."""
