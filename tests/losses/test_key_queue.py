@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from allgrad.errors import InputError, PieceMismatch
-from allgrad.losses import KeyQueue, multiple_negatives_loss
+from allgrad.losses import KeyQueue, multiple_negatives_loss, supcon_loss
 from exactness import leaf
 from losses.samples import features
 from refusals import raises_everywhere
@@ -124,3 +124,16 @@ def test_a_push_in_a_compiled_function_is_a_graph_break(rank, world):
     whole = torch.compile(pushed, backend="aot_eager", fullgraph=True)
     with pytest.raises(RuntimeError, match=r"KeyQueue\.push"):
         whole(x, ids)
+
+
+@pytest.mark.ranks(3)
+def test_a_queue_on_one_rank_only_is_shown(rank, world):
+    x, ids = torch.ones(2, 4), torch.arange(2)
+    queue = KeyQueue(3, 4, ids=True) if rank == 1 else None
+    for loss in (
+        partial(supcon_loss, x, x, 1.0, ids, ids),
+        partial(multiple_negatives_loss, x, x, 1.0),
+    ):
+        raises_everywhere(
+            PieceMismatch, partial(loss, queue=queue), "same queue", "queue KeyQueue   <-"
+        )

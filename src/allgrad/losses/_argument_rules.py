@@ -84,6 +84,8 @@ def _bad_features(args: RankArgs, _: RankArgs) -> str | None:
         optional = index >= 2
         if optional and spec.given == "none":
             continue
+        if spec.given != "tensor":
+            return f"{spec.name} is {'None' if spec.given == 'none' else 'no dense tensor'}"
         if not spec.is_floating:
             return f"{spec.name} is not floating-point"
         if len(spec.shape) != 2 and not (optional and len(spec.shape) == 3):

@@ -143,7 +143,8 @@ def multiple_negatives_loss(
         return mean(query, key, number(scale), *(() if weights is None else (weights,)))
 
     name = "multiple_negatives_loss"
-    return agree_and(name, {**features, **all_ids, "scale": scale}, check, group, compute)
+    shown = {**features, **all_ids, "scale": scale, "queue": queue}
+    return agree_and(name, shown, check, group, compute)
 
 
 def _candidates(key: Tensor, hard_negatives: Tensor | None) -> Tensor:

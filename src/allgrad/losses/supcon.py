@@ -214,4 +214,5 @@ def _several_positives(  # noqa: PLR0917
         more = () if query_weights is None else (query_weights,)
         return mean(query, *map(number, numbers.values()), *more)
 
-    return agree_and(name, {**features, **ids, **weights, **numbers}, check, group, compute)
+    shown = {**features, **ids, **weights, **numbers, "queue": queue}
+    return agree_and(name, shown, check, group, compute)
