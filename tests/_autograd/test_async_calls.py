@@ -1,5 +1,6 @@
 """async_op: started here, waited for there, and the other way round in backward."""
 
+import functools
 import gc
 import os
 import signal
@@ -336,6 +337,21 @@ def test_a_plain_call_comes_after_those_started_before_it(rank, world):
 
 
 @pytest.mark.ranks(2, 3)
+def test_a_handle_pending_at_a_compiled_call(rank, world):
+    """One rank has compiled the plain call: its node was there before the handle could be finished."""
+    torch.compiler.reset()
+    plain = functools.partial(ag.all_gather, sizes="equal")
+    call = torch.compile(plain, backend="aot_eager", fullgraph=True) if rank == 0 else plain
+
+    def gather(x, w):
+        handle = ag.all_gather(x, sizes="equal", async_op=True)
+        b = call(w)
+        return handle.wait(), b
+
+    check_two_gathers(rank, world, gather)
+
+
+@pytest.mark.ranks(2, 3)
 def test_handles_of_two_threads_waited_in_another_order(rank, world):
     def gather(x, w):
         first = in_a_thread(lambda: ag.all_gather(x, sizes="equal", async_op=True))
@@ -380,6 +396,26 @@ def test_in_lockstep_a_handle_is_tied_where_it_was_started(rank, world, where):
     whole = leaf(torch.cat([random((4,), r) for r in range(world)]))
     (whole.square().sum() + whole.sum().sin() + whole.cos().sum()).backward()
     same(x.grad, whole.grad[4 * rank : 4 * rank + 4], "the gradient")
+
+
+@pytest.mark.ranks(2)
+def test_in_lockstep_one_rank_has_waited_and_another_not(rank, world):
+    """Before backward, inside the block: both take part, in one order, also in the next derivative."""
+    x = leaf(random((4,), rank))
+    with ag.lockstep() as step:
+        a = ag.all_gather(x.sin(), sizes="equal")
+        handle = ag.all_gather(a, sizes="equal", async_op=True)
+        if rank == 1:
+            handle.wait()
+        step.backward(a.square().sum() if rank == 0 else None, create_graph=True)
+        first, x.grad = x.grad, None
+        step.backward(first.square().sum())
+    whole = leaf(torch.cat([random((4,), r) for r in range(world)]))
+    (wanted,) = torch.autograd.grad(whole.sin().square().sum(), whole, create_graph=True)
+    wanted.square().sum().backward()
+    own = slice(4 * rank, 4 * rank + 4)
+    same(first.detach(), wanted[own].detach(), "the gradient")
+    same(x.grad, whole.grad[own], "the second derivative")
 
 
 @pytest.mark.ranks(2)

@@ -19,7 +19,12 @@ import torch
 
 from allgrad._autograd import backward_order, call_order, started_calls, transforms
 from allgrad._core import call_queue
-from allgrad._core.torch_internals import anchor_gradient, is_batched_gradient
+from allgrad._core.torch_internals import (
+    anchor_gradient,
+    is_batched_gradient,
+    nodes_made,
+    set_sequence_number,
+)
 from allgrad.errors import ModeError
 
 if TYPE_CHECKING:
@@ -72,6 +77,21 @@ class DoneHandle(Handle[T]):
         return self._result  # type: ignore[return-value]
 
 
+class StartedHandle(Handle[T]):
+    """The handle of a differentiable call."""
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        """Not in the place of its start, unless that is asked for."""
+        super().__init__(finish)
+        self.is_in_place = False
+
+    def finish_in_place(self) -> None:
+        """Finish it for the sake of another call; in backward it comes where it was started."""
+        if self._finish is not None:
+            self.is_in_place = True
+            self.wait()
+
+
 class PendingCall:
     """One pair's map while it runs, and in backward its adjoint's."""
 
@@ -114,6 +134,8 @@ def start(
     # Tied where it is started, not where, or on which thread, it is waited for.
     chain = pending.chain = backward_order.current_chain()
     ticket = _Start.apply(pending, transforms.ANCHOR, *xs)  # type: ignore[no-untyped-call]
+    place = nodes_made()
+    ticket.view(0)  # a node that takes this place, below those of all later calls
 
     def finish() -> tuple[Tensor, ...]:
         if not transforms.is_plain_autograd():
@@ -125,11 +147,16 @@ def start(
             # Somebody may only want to log it: its gradient, and those of older calls, stay.
             with torch.inference_mode(False), torch.enable_grad():
                 started_calls.finish(group, before=handle)
-                return _finished(pending, ticket)
+                results = _finished(pending, ticket)
+                # The other call may have its own number already: a compiled one, which begins before
+                # this one can be finished (test_a_handle_pending_at_a_compiled_call).
+                if handle.is_in_place and chain is None and not call_order.STATE.gated:
+                    set_sequence_number(results[0].grad_fn, place)
+                return results
         finally:
             started_calls.forget(group, handle)
 
-    handle = Handle(finish)
+    handle = StartedHandle(finish)
     started_calls.add(group, handle)
     if chain is not None:
         chain.add_pending(handle.wait)

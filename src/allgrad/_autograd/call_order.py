@@ -182,10 +182,14 @@ def _start_gates(ctx: Any) -> None:
     to_come = []
     for node in nodes:
         order = _call_of(node).group.order or Order()
+        number = sequence_number_of(node)
+        try:
+            _number(node, _call_of(node), order)
+        except RuntimeError:  # another thread has freed its graph since it was found
+            continue
         if task != -1 and will_run(node):
-            has_run = order.task == task and sequence_number_of(node) >= order.number
+            has_run = order.task == task and number >= order.number
             to_come += [] if has_run else [node]
-        _number(node, _call_of(node), order)
     STATE.to_come[task] = [_key(node) for node in to_come]
     STATE.gated, STATE.since = True, task
 

@@ -27,8 +27,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from allgrad._autograd import started_calls
 from allgrad._autograd.adjoint_pair import HANDSHAKE, MAKERS
 from allgrad._autograd.transforms import ANCHOR, apply
+from allgrad._core.call_queue import in_backward
 from allgrad._core.graph_internals import forget_own_guards, graph_internals
 from allgrad._core.partition import Partition
 from allgrad._core.torch_internals import (
@@ -38,6 +40,7 @@ from allgrad._core.torch_internals import (
     process_group_named,
 )
 from allgrad._wire import calls
+from allgrad._wire.groups import find_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -172,6 +175,8 @@ def _described_call(call: Call) -> tuple[str, str, str, str, str, bool]:
 
 @never_traced
 def _run(xs: list[Tensor], node: str, sizes: list[int]) -> list[Tensor]:
+    if started_calls.STATE.count and not in_backward():
+        _finish_started(*_decoded(node)[4:6])
     key: tuple[Any, ...] = node, *sizes
     known = _MAPS.get(key)
     if known is None or known[0]() is not process_group_named(known[1]) or calls.are_described():
@@ -182,6 +187,11 @@ def _run(xs: list[Tensor], node: str, sizes: list[int]) -> list[Tensor]:
         with torch.no_grad():
             return [_own(y, xs) for y in run(xs)]
     return [_own(y, xs) for y in run(xs)]
+
+
+def _finish_started(group: str, name: str) -> None:
+    """Finish the calls that were started before this one, as an eager call does."""
+    started_calls.finish(find_group(name, process_group_named(group) if group else None))
 
 
 # The maps of nodes that ran before, with the process group that each is for and its name: another one

@@ -39,6 +39,7 @@ class Step:
         """
         if not isinstance(loss, Tensor) or not (loss.is_floating_point() or loss.is_complex()):
             raise InputError(f"tie: the loss is {_kind(loss)}.\nGive a floating-point tensor.")
+        self._chain.wait_for_pending()
         _, end = self._chain.take_ends()
         return loss + end.sum().to(loss)
 
@@ -62,6 +63,7 @@ class Step:
         for one in losses:
             if not isinstance(one, Tensor) or one.numel() != 1:
                 raise InputError(f"backward: a loss is {_kind(one)}.\nGive tensors of one element.")
+        self._chain.wait_for_pending()  # some ranks may have waited for a call, and others not yet
         keep = retain_graph or create_graph
         start, end = self._chain.ends() if keep else self._chain.take_ends()
         roots = [one for one in losses if one.requires_grad]

@@ -33,6 +33,8 @@ class Waitable(Protocol):
 
     def wait(self) -> object: ...
 
+    def finish_in_place(self) -> None: ...
+
 
 class _NoGroup:
     """Stands for the group of calls that send nothing."""
@@ -77,7 +79,11 @@ def _remove(started: Started, ref: weakref.ref[Waitable]) -> None:
 def finish(group: Group | None, before: Waitable | None = None) -> None:
     """Finish the calls of a group: all of them, or those that were started before this one."""
     handles = [ref() for ref in list(STATE.by_group.get(group or _NO_GROUP, ()))]
-    older = handles[: handles.index(before)] if before in handles else handles * (before is None)
-    for handle in older:
-        if handle is not None:
-            handle.wait()
+    if before is None:
+        for handle in handles:
+            if handle is not None:
+                handle.finish_in_place()
+        return
+    for older in handles[: handles.index(before)] if before in handles else ():
+        if older is not None:
+            older.wait()
