@@ -23,7 +23,6 @@ from allgrad._core.torch_internals import (
     anchor_gradient,
     is_batched_gradient,
     nodes_made,
-    set_sequence_number,
 )
 from allgrad.errors import ModeError
 
@@ -150,8 +149,8 @@ def start(
                 results = _finished(pending, ticket)
                 # The other call may have its own number already: a compiled one, which begins before
                 # this one can be finished (test_a_handle_pending_at_a_compiled_call).
-                if handle.is_in_place and chain is None and not call_order.STATE.gated:
-                    set_sequence_number(results[0].grad_fn, place)
+                if handle.is_in_place and chain is None:
+                    call_order.move(results[0].grad_fn, place)
                 return results
         finally:
             started_calls.forget(group, handle)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from allgrad._wire.calls import Call
     from allgrad._wire.groups import Group
 
-__all__ = ["STATE", "THREAD", "check", "gate", "ordered", "register"]
+__all__ = ["STATE", "THREAD", "check", "gate", "move", "ordered", "register"]
 
 T = TypeVar("T", bound=type[torch.autograd.Function])
 
@@ -177,7 +177,7 @@ def _start_gates(ctx: Any) -> None:
     task = graph_task()
     # Kept nowhere before: that would cost every call more than all the rest of this file does.
     found = [node for node in gc.get_objects() if type(node) in _NODES and node is not ctx]
-    nodes = [node for node in found if _call_of(node)]
+    nodes = [node for node in found if _call_of(node) and _is_alive(node)]
     nodes.sort(key=sequence_number_of)
     to_come = []
     for node in nodes:
@@ -192,6 +192,14 @@ def _start_gates(ctx: Any) -> None:
             to_come += [] if has_run else [node]
     STATE.to_come[task] = [_key(node) for node in to_come]
     STATE.gated, STATE.since = True, task
+
+
+def _is_alive(node: Any) -> bool:
+    """Tell whether its graph is there: what is left of a node has no number."""
+    try:
+        return sequence_number_of(node) >= 0
+    except RuntimeError:
+        return False
 
 
 _NODES: set[type] = set()
@@ -269,6 +277,15 @@ class _Gate(torch.autograd.Function):
 
 # The same as _Gate.apply outside of torch.func, less what that one does in Python.
 _apply_gate = super(torch.autograd.Function, _Gate).apply
+
+
+def move(node: Any, place: int) -> None:
+    """Let the node of a call, or its gate, run as if it had been made earlier.
+
+    Not where a thread had made so few nodes then that these numbers are now those of calls.
+    """
+    if not STATE.gated or place >= _RESERVED:
+        set_sequence_number(node, place)
 
 
 def check(ctx: Any, call: Call) -> None:
