@@ -85,7 +85,7 @@ class StartedHandle(Handle[T]):
         self.is_in_place = False
 
     def finish_in_place(self) -> None:
-        """Finish it for the sake of another call; in backward it comes where it was started."""
+        """Finish it for the sake of a compiled call; in backward it comes where it was started."""
         if self._finish is not None:
             self.is_in_place = True
             self.wait()
@@ -147,8 +147,8 @@ def start(
             with torch.inference_mode(False), torch.enable_grad():
                 started_calls.finish(group, before=handle)
                 results = _finished(pending, ticket)
-                # The other call may have its own number already: a compiled one, which begins before
-                # this one can be finished (test_a_handle_pending_at_a_compiled_call).
+                # A compiled call has its own number before this one can be finished
+                # (test_a_handle_pending_at_a_compiled_call).
                 if handle.is_in_place and chain is None:
                     call_order.move(results[0].grad_fn, place)
                 return results

@@ -190,8 +190,9 @@ def _run(xs: list[Tensor], node: str, sizes: list[int]) -> list[Tensor]:
 
 
 def _finish_started(group: str, name: str) -> None:
-    """Finish the calls that were started before this one, as an eager call does."""
-    started_calls.finish(find_group(name, process_group_named(group) if group else None))
+    """Finish the calls that were started before this one, whose node is there already."""
+    found = find_group(name, process_group_named(group) if group else None)
+    started_calls.finish(found, in_place=True)
 
 
 # The maps of nodes that ran before, with the process group that each is for and its name: another one

@@ -2,7 +2,8 @@
 
 Backward runs in the order in which calls were finished. That must be the same on every rank, wherever and on
 whichever thread each waits. So a call is finished after all that were started before it in its group, and
-before any other differentiable call of the group is made:
+before any other call of the group is made, with a gradient or without (a reentrant checkpoint makes its
+calls without one, and again in backward):
 
     rank 0   start h    wait h    all_reduce              backward: all_reduce, then h, on both
     rank 1   start h    all_reduce (finishes h)   wait h
@@ -76,14 +77,13 @@ def _remove(started: Started, ref: weakref.ref[Waitable]) -> None:
         STATE.count -= 1
 
 
-def finish(group: Group | None, before: Waitable | None = None) -> None:
-    """Finish the calls of a group: all of them, or those that were started before this one."""
+def finish(group: Group | None, before: Waitable | None = None, *, in_place: bool = False) -> None:
+    """Finish the calls of a group: all of them, or those that were started before this one.
+
+    ``in_place``: in backward they come where they were started, and not where they are finished.
+    """
     handles = [ref() for ref in list(STATE.by_group.get(group or _NO_GROUP, ()))]
-    if before is None:
-        for handle in handles:
-            if handle is not None:
-                handle.finish_in_place()
-        return
-    for older in handles[: handles.index(before)] if before in handles else ():
-        if older is not None:
-            older.wait()
+    older = handles[: handles.index(before)] if before in handles else handles * (before is None)
+    for handle in older:
+        if handle is not None:
+            handle.finish_in_place() if in_place else handle.wait()

@@ -73,13 +73,13 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
     if torch.compiler.is_compiling():
         return _trace(pair, xs, stop=stop)
     transformed = functorch_active() or dual_level() >= 0
+    if _STARTED.count and pair.call is not None and not transformed:
+        started_calls.finish(pair.call.group)
     if stop or not (xs[0].is_floating_point() or _differentiable(xs)):
         if not transformed and not (stop and torch.is_grad_enabled() and _require_grad(xs)):
             return _plain(pair, xs)
         with torch.no_grad():
             return _run(_Constant, pair, xs) if transformed else _plain(pair, xs)
-    if _STARTED.count and pair.call is not None and not transformed and torch.is_grad_enabled():
-        started_calls.finish(pair.call.group)
     chain = _find_chain() if _find_chain is not None and torch.is_grad_enabled() else None
     if chain is not None:
         if transformed:

@@ -63,7 +63,7 @@ def contrastive_loss(
     # features need no gradient (test_rank_without_gradient_takes_part).
     if not is_plain_autograd():
         return loss_in_transform(config, Inputs(q, k, scale, bias))
-    if started_calls.STATE.count and torch.is_grad_enabled():
+    if started_calls.STATE.count:
         started_calls.finish(find_group(config.name, config.layout.group))
     chain, device = current_chain(), q.device.type
     if chain is not None and torch.is_grad_enabled():
