@@ -148,3 +148,19 @@ def test_threads_one_after_the_other_are_several():
     """New threads have no numbers below those of computations: exact, or an error on every rank."""
     found = run_ranks(in_threads_that_follow_one_another, 2, timeout=60)
     assert found in (["exact"] * 2, ["CollectiveMismatch"] * 2)
+
+
+@pytest.mark.ranks(2)
+def test_a_graph_that_is_kept_leaves_calls_their_numbers(rank, world):
+    """Numbers of calls stay below those of computations, however many calls were made since."""
+    x, threads = leaf(random((LENGTH,), rank)), Threads()
+    threads.run("second", lambda: ag.all_reduce(x))  # from now on calls have numbers
+    assert call_order.STATE.gated
+    kept = ag.all_reduce(x)
+    for _ in range(call_order._RESERVED):
+        last = ag.all_reduce(x)
+        newest = call_order.STATE.nodes[-1]()
+        assert call_order.sequence_number_of(newest) < call_order._RESERVED
+    (kept.sin().sum() + last.cos().sum()).backward()
+    total = sum(random((LENGTH,), r) for r in range(world))
+    same(x.grad, world * (total.cos() - total.sin()), "the gradient")

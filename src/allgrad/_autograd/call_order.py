@@ -22,6 +22,7 @@ would run before a later one raises, and the other ranks of the group raise too.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 from threading import local
@@ -84,7 +85,7 @@ class _State:
         self.look_at = 256  # so many, before the dead ones are dropped
         self.since = -1  # the backward pass in which gates began
         self.numbers = itertools.count(1)  # of calls, with gates
-        self.first = 1  # the number of the oldest call
+        self.first = self.last = 1  # the numbers of the oldest call and of the newest
         # Devices whose thread leaves the low numbers to calls.
         self.reserved: set[torch.device] = {torch.device("cpu")}
         self.to_come: dict[int, list[_Key]] = {}  # in each backward pass, the last call last
@@ -145,15 +146,31 @@ def register(ctx: Any, call: Call, x: Tensor) -> None:
     if STATE.nodes and (STATE.nodes[-1]() is None or len(STATE.nodes) > STATE.look_at):
         STATE.nodes[:] = map(ref, _alive())
         STATE.look_at = 2 * len(STATE.nodes) + 256
+    if STATE.last - STATE.first > _RESERVED // 2 and graph_task() == -1:
+        _number_anew()
     _number(ctx, call, order)
 
 
 def _number(node: Any, call: Call, order: Order) -> None:
     node.call, node.order, node.number = call, order, next(STATE.numbers)
+    STATE.last = node.number
     if not STATE.nodes:
         STATE.first = node.number
     set_sequence_number(node, node.number - STATE.first)
     STATE.nodes.append(ref(node))
+
+
+def _number_anew() -> None:
+    """Number the calls that are left from 1 on. One whose graph is kept for long would let the others grow
+    into the numbers of computations (test_a_graph_that_is_kept_leaves_calls_their_numbers).
+    """
+    nodes = _alive()
+    STATE.numbers = itertools.count(1)
+    STATE.nodes.clear()
+    STATE.to_come.clear()
+    for node in nodes:
+        with contextlib.suppress(RuntimeError):  # another thread has freed its graph
+            _number(node, node.call, node.order)
 
 
 def _order_of(group: Group, x: Tensor) -> Order:
