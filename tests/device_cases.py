@@ -259,13 +259,19 @@ def group_that_starts_with_its_first_call(device):
 
 
 def split_of_the_world(device):
-    """split_group shares the resources of a communicator that torch starts with the world."""
+    """split_group shares the resources of a communicator that torch starts with the world.
+
+    torch knows the ranks of the first world of a process alone: of a later one it reads past an empty
+    list, and ends in SIGSEGV, unless the options tell them.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
+    options = dist.ProcessGroupNCCL.Options()
+    options.global_ranks_in_group = list(range(world))
     store = dist.PrefixStore("with a device", dist.group.WORLD.get_group_store())
     dist.destroy_process_group()
     here = torch.device(device, torch.cuda.current_device())
     about = {"store": store, "rank": rank, "world_size": world, "device_id": here}
-    dist.init_process_group("nccl", **about)
+    dist.init_process_group("nccl", **about, pg_options=options)
     group = dist.split_group(split_ranks=[[r, r + 1] for r in range(0, world, 2)])
     check_group(device, group)
 
