@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import allgrad as ag
-from allgrad._wire import algorithms, ended_ranks, primitives, watchdog
+from allgrad._wire import algorithms, ended_ranks, groups, primitives, watchdog
 from allgrad.errors import AllgradError
 from allgrad.testing import run_ranks
 from allgrad.testing.pool import Pool
@@ -263,6 +263,37 @@ def test_calls_of_two_groups_in_another_order_do_not_wait_for_ever():
     for texts in (found, third, circle):
         assert all("wait for each other in calls of different groups" in t for t in texts), texts
     assert all(isinstance(value, list) for value in late), late
+
+
+class NewestFirst(list):
+    """The groups in the worst of the orders that a set may have: those of a former world come last."""
+
+    def add(self, group):
+        self.insert(0, group)
+
+
+def cross_in_a_second_world():
+    """Whose groups have the names of those before; the program still holds these, and made more calls."""
+    groups.LIVE = ended_ranks.LIVE = NewestFirst()  # of the ranks of this test alone
+    rank, store = dist.get_rank(), dist.group.WORLD.get_group_store()
+    made = [dist.group.WORLD, *map(dist.new_group, ([0, 1], [1, 2], [0, 2]))]
+    held = [group for group in made if isinstance(group, dist.ProcessGroup)]
+    for group in held * 3:
+        ag.all_reduce(torch.ones(3), group=group)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=3)
+    assert held[0].group_name == dist.group.WORLD.group_name
+    return cross("crossed")
+
+
+@pytest.mark.timeout(90)
+def test_calls_of_a_former_world_are_not_taken_for_those_of_this_one():
+    ranks = Pool()
+    try:
+        found = run_in(ranks, cross_in_a_second_world, 3, (), "gloo", 30)
+    finally:
+        ranks.close()
+    assert all("wait for each other in calls of different groups" in t for t in found), found
 
 
 def differ_behind_other_calls():
