@@ -1,5 +1,8 @@
 """Exchanges that repeat go by the backend, once every rank has shown that it makes the same ones."""
 
+import signal
+import time
+
 import pytest
 import torch
 
@@ -34,3 +37,27 @@ def test_backward_repeats_forward(rank):
                 (g,) = torch.autograd.grad((y * y).sum(), x)
             assert torch.equal(g, 2 * x)
     assert traffic.calls["all_to_all_single"] == 2
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.ranks(2)
+def test_interrupted_rank_knows_the_same_successors(rank):
+    """Ctrl-C while it waits for a rank that is late: the program catches it, and goes on."""
+    x = torch.arange(4.0) + 10 * rank
+    with algorithms.using(all_to_all="repeated"), ag.deadline(20):
+        ag.all_to_all(x, send_sizes="equal")
+        if rank == 0:
+            before = signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                ag.all_to_all(x, send_sizes="equal")
+            signal.signal(signal.SIGALRM, before)
+        else:
+            time.sleep(1)
+            ag.all_to_all(x, send_sizes="equal")
+        for _ in range(2):
+            y = ag.all_to_all(x, send_sizes="equal")
+            assert y.tolist() == [2.0 * rank, 2 * rank + 1, 10 + 2 * rank, 11 + 2 * rank]

@@ -119,3 +119,14 @@ def test_what_torch_does_not_reduce_is_refused_with_what_to_reduce(dtype):
             ag.errors.ReductionError, match=rf"all_reduce.*{name}.*{op}.*\nReduce x"
         ):
             ag.all_reduce(x, op)
+
+
+@pytest.mark.ranks(2)
+def test_complex32_is_not_added():
+    x = torch.ones(4, dtype=torch.complex32)
+    with pytest.raises(ag.errors.ReductionError, match=r"complex32.*mean.*\n.*complex64"):
+        ag.all_reduce(x, "mean")
+    for call in (ag.all_gather, ag.share):
+        y = call(x.requires_grad_())
+        with pytest.raises(ag.errors.ReductionError, match=r"complex32(.*\n)*.*complex64"):
+            y.backward(torch.ones_like(y))

@@ -116,3 +116,14 @@ def destroyed():
 
 def test_no_graph_and_no_memory_keeps_a_destroyed_group():
     run_ranks(destroyed, 2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [torch.tensor, lambda sizes: tuple(map(torch.tensor, sizes))])
+def test_sizes_that_were_overwritten_are_read_again(rank, kind):
+    """The same object with other numbers in it, as a loop that keeps a buffer for sizes has."""
+    x, sizes = torch.arange(3.0), kind([2, 1])
+    for given in ([2, 1], [1, 2]):
+        for kept, n in zip(sizes, given, strict=True):
+            kept.fill_(n)
+        assert ag.reduce_scatter(x, sizes=sizes).tolist() == (2 * x).split(given)[rank].tolist()

@@ -273,3 +273,25 @@ def test_a_rank_that_cannot_tell_the_shape_of_its_sums_keeps_nobody_waiting():
             assert "cross_entropy: hidden is not a floating-point tensor" in text
             assert text.startswith("TensorError" if rank == 1 else "RankRaised"), text
             assert rank == 1 or "rank 1" in text, text
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("differs", ["bias", "sizes", "reduction", "ignore_index", "targets"])
+def test_with_sizes_given_ranks_that_differ_raise_on_every_rank(rank, differs):
+    """Each rank's arguments are good by themselves: only all of them together are wrong."""
+    hidden, weight, targets = torch.randn(4, 3), torch.randn(2 + rank, 3), torch.arange(4)
+    options = {"sizes": [2, 3]}
+    call = partial(cross_entropy, hidden, weight)
+    assert torch.isfinite(call(targets, **options))
+    if rank:
+        options |= {
+            "bias": {"bias": torch.ones(3)},
+            "sizes": {"sizes": [3, 3]},
+            "reduction": {"reduction": "sum"},
+            "ignore_index": {"ignore_index": 0},
+            "targets": {},
+        }[differs]
+        targets = targets.flip(0) if differs == "targets" else targets
+    with pytest.raises(InputError, match="rank 1 has another"):
+        call(targets, **options)
+    assert torch.isfinite(call(torch.arange(4), sizes=[2, 3]))

@@ -229,3 +229,17 @@ def test_messages_made_inside_a_transform(rank, world):
 
     gradient = func.grad(loss)(torch.ones(1))
     assert gradient.item() == sum(range(world))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("call", [ag.all_reduce, ag.all_gather, ag.scan])
+def test_batches_of_tangents_in_torchs_first_vmap(rank, call):
+    """``vectorize=True`` batches tangents with the vmap that torch.func replaced."""
+
+    def f(x):
+        return call(x.sin())
+
+    x = torch.arange(3.0, dtype=torch.float64) + rank
+    got = torch.autograd.functional.jacobian(f, x, vectorize=True, strategy="forward-mode")
+    torch.testing.assert_close(got, torch.func.jacfwd(f)(x), rtol=1e-12, atol=1e-12)
+    assert ag.all_reduce(torch.ones(1), grad="none").item() == 2

@@ -273,3 +273,18 @@ def test_the_default_device_is_of_no_account(rank, world, check):
     with torch.device("meta"):
         module_state.sync(torch.nn.Linear(2, 2, device="cpu"), group=group)
         assert gradcheck(lambda x: ag.all_gather(x.sin(), group=group), x)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("call", [ag.scan, lambda x, op: ag.reduce(x, 0, op)])
+def test_product_of_16_bits_under_autocast_to_other_16_bits(rank, call):
+    """A rank that has one factor multiplies it by one: not with an op that autocast refuses."""
+    x = torch.full((4,), rank + 2.0, dtype=torch.half, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = call(x, "prod")
+        y.sum().backward()
+    want = leaf(torch.tensor([2.0, 3.0]))
+    scanned = want.prod() + (want[0] if call is ag.scan else 0)
+    (gradient,) = torch.autograd.grad(scanned, want)
+    assert x.grad.tolist() == [gradient[rank].item()] * 4
+    assert y.dtype == x.grad.dtype == torch.half

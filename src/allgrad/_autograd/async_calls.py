@@ -105,7 +105,11 @@ class PendingCall:
     def start(self, xs: Sequence[Tensor]) -> None:
         pair, values = self.pair, [x.detach() for x in xs]
         queue = _SENDS_NOTHING if pair.call is None else pair.call.group.queue
-        self._future = call_queue.start(lambda: transforms.run_map(pair, values), queue)
+
+        def run() -> tuple[Tensor, ...]:
+            return transforms.copy_handed_through(transforms.run_map(pair, values), values)
+
+        self._future = call_queue.start(run, queue)
 
     def wait(self) -> tuple[Tensor, ...]:
         assert self._future is not None

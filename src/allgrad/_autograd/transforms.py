@@ -31,6 +31,7 @@ from allgrad._core.torch_internals import (
     functorch_active,
     inside_jvp,
     is_batched_gradient,
+    is_recorded,
     never_traced,
     rebatch,
     transform_names,
@@ -51,6 +52,7 @@ __all__ = [
     "ANCHOR",
     "apply",
     "apply_adjoint",
+    "copy_handed_through",
     "has_only_shape",
     "in_lockstep",
     "is_plain_autograd",
@@ -68,9 +70,11 @@ ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 _STATE, _STARTED = call_order.STATE, started_calls.STATE
 
 
-def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tuple[Tensor, ...]:
+def apply(
+    pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False, in_backward: bool = False
+) -> tuple[Tensor, ...]:
     """Run the pair's map, differentiable to any order; ``stop`` ends the derivative there."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_recorded():
         return _trace(pair, xs, stop=stop)
     transformed = functorch_active() or dual_level() >= 0
     if _STARTED.count and pair.call is not None and not transformed:
@@ -95,16 +99,20 @@ def apply(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False) -> tup
         anchor = None if alive[0].requires_grad else ANCHOR
         results: tuple[Tensor, ...] = _reverse(pair, anchor, *alive)  # type: ignore[no-untyped-call]
         return call_order.gate(results) if _STATE.gated and pair.call is not None else results
-    return _plain(pair, xs)
+    return _plain(pair, xs, in_backward=in_backward)
 
 
 def apply_adjoint(pair: AdjointPair, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     """The same for the pair's adjoint, in backward."""
-    adjoint = pair.adjoint
-    for g in gradients:
-        if is_batched_gradient(g):
-            return rebatch(apply(adjoint, unbatch(gradients)))
-    return apply(adjoint, gradients)
+    return _apply_to_batch(pair.adjoint, gradients)
+
+
+def _apply_to_batch(pair: AdjointPair, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The pair on gradients or tangents, which may be a batch of torch's first vmap."""
+    for x in xs:
+        if is_batched_gradient(x):
+            return rebatch(apply(pair, unbatch(xs)))
+    return apply(pair, xs, in_backward=True)
 
 
 class _Chain(Protocol):
@@ -147,9 +155,15 @@ def _without_autocast(pair: AdjointPair, xs: Sequence[Tensor]) -> Sequence[Tenso
         return pair.forward(xs)
 
 
+def copy_handed_through(ys: Sequence[Tensor], xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Results with memory of their own, where autograd would not know that one is its input."""
+    given = set(map(id, xs))
+    return tuple([y.clone() if id(y) in given else y for y in ys])
+
+
 def is_plain_autograd() -> bool:
     """Tell whether derivatives, if any, are those of eager autograd."""
-    return not (functorch_active() or dual_level() >= 0 or is_compiling())
+    return not (is_compiling() or functorch_active() or dual_level() >= 0 or is_recorded())
 
 
 def needs_graph(xs: Sequence[Tensor]) -> bool:
@@ -158,17 +172,21 @@ def needs_graph(xs: Sequence[Tensor]) -> bool:
 
 
 @never_traced
-def _plain(pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    # A tensor that is handed through: the caller's own leaf would still require grad.
+def _plain(
+    pair: AdjointPair, xs: Sequence[Tensor], *, in_backward: bool = False
+) -> tuple[Tensor, ...]:
+    # A tensor that is handed through: the caller's own leaf would still require grad. Of a gradient
+    # autograd must see that it is the same tensor: it takes the memory of one that nobody else holds
+    # (test_gradients_share_no_memory).
     if len(xs) == 1:
         x = xs[0]
         if x.is_meta or (type(x) not in _PLAIN and has_only_shape(x)):
             (y,) = _shapes_alone(pair, xs)
         else:
             (y,) = _without_autocast(pair, xs) if any_autocast() else pair.forward(xs)
-        return (y.detach() if y is x else y,)
+        return (y.detach() if y is x and not in_backward else y,)
     # Not as views of one message: changing one in place would spoil the others' backward.
-    given = set(map(id, xs))
+    given = set() if in_backward else set(map(id, xs))
     return tuple([y.detach() if id(y) in given else y for y in run_map(pair, xs)])
 
 
@@ -245,7 +263,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     @never_traced
     def forward(pair: AdjointPair, anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
-        return run_map(pair, xs)
+        return copy_handed_through(run_map(pair, xs), xs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004
@@ -271,7 +289,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _pair: None, _anchor: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        return apply(ctx.pair, tangents)
+        return tuple(_apply_to_batch(ctx.pair, tangents))
 
 
 @call_order.ordered

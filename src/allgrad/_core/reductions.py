@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
 from allgrad.errors import ReductionError
 
@@ -45,7 +46,7 @@ class Reduction:
                 f"{self.name!r} of it.\n"
                 "Reduce x.bfloat16() or x.float(), and convert the result; pieces can be gathered as they are."
             )
-        if dtype in _WIDER and self.name not in {"mean", "logsumexp"}:
+        if dtype in _WIDER and (dtype.is_complex or self.name not in {"mean", "logsumexp"}):
             raise ReductionError(
                 f"{op}: torch does not reduce {_short(dtype)}, so there is no {self.name!r} of it.\n"
                 f"Reduce {_WIDER[dtype]}, and convert the result; pieces can be gathered as they are."
@@ -101,7 +102,8 @@ def _prod(t: Tensor, dim: int) -> Tensor:
         # The gradient of a product of one number, if it is zero or in a graph, is a constant for torch: the
         # next derivative would come to the call on other ranks only, which have more
         # (test_second_derivative_with_a_zero_on_the_first_rank).
-        t = torch.cat([t, torch.ones_like(t)], dim)
+        behind = t.dim() - 1 - dim % t.dim()
+        t = pad(t, (0, 0) * behind + (0, 1), value=1)  # autocast refuses some dtypes in a cat
     return t.prod(dim, dtype=t.dtype)
 
 

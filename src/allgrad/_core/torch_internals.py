@@ -6,9 +6,9 @@ has what only ops in compiled graphs need: a change there breaks nobody who neve
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, wraps
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound="Callable[..., Any]")
 
 # ---- layout of memory ------------------------------------------------------------------------
 # One call of torch for many tensors. Without them: torch.cat of flat views, and split.
@@ -70,6 +71,8 @@ __all__ = [
     "in_backward_pass",
     "inside_jvp",
     "is_batched_gradient",
+    "is_freed",
+    "is_recorded",
     "is_view",
     "is_zero_tensor",
     "kernel_inputs",
@@ -86,6 +89,7 @@ __all__ = [
     "transform_names",
     "unbatch",
     "unflatten_dense",
+    "unrecorded",
     "unwrap_if_dead",
     "will_run",
     "wrap_for_grad",
@@ -121,9 +125,9 @@ def unbatch(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def rebatch(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The way back."""
+    """The way back; of tangents torch wants the batch in front, in memory too."""
     level = _batch_level()
-    return [torch._add_batch_dim(g, g.dim() - 1, level) for g in gradients]
+    return [torch._add_batch_dim(g.movedim(-1, 0).contiguous(), 0, level) for g in gradients]
 
 
 def _batch_level() -> int:
@@ -247,8 +251,47 @@ def kernel_inputs(node: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return node._saved_query, node._saved_key, node._saved_value
 
 
+# How many modes see the ops of this thread.
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def is_recorded() -> bool:
+    """Tell whether make_fx or torch.func.linearize records what this thread computes.
+
+    Without it: a graph that they make of real tensors has no messages, and gives wrong numbers.
+    """
+    if not _dispatch_modes():
+        return False
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is not None
+
+
+def unrecorded(function: F) -> F:
+    """Have them leave out what a function does: what it finds is a constant of the graph."""
+
+    @wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        if not is_recorded():
+            return function(*args, **options)
+        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+        with disable_proxy_modes_tracing():
+            return function(*args, **options)
+
+    return cast("F", run)
+
+
 # A tensor of zeros without memory, which forward mode hands on; nothing can be sent of it.
 is_zero_tensor = torch.Tensor._is_zerotensor
+
+
+def is_freed(x: torch.Tensor) -> bool:
+    """Tell whether the memory of a tensor was freed, as FSDP does with parameters."""
+    try:
+        return not x.untyped_storage().nbytes() and x.numel() > 0
+    except RuntimeError:  # torch.func wraps what is made inside of it
+        return False
 
 
 # ---- profiler --------------------------------------------------------------------------------

@@ -24,13 +24,13 @@ from allgrad._wire.hosts import find_topology
 from allgrad._wire.situation import (
     COPIES_PIECE,
     FLAT_PIECE,
-    REPEATED_BLOCK,
     STACKED_BLOCK,
     Situation,
     always,
     goes_around,
     has_star_exchange,
     is_linear,
+    is_repeated,
     is_scattered,
     is_shared_by_hosts,
     is_small,
@@ -185,7 +185,7 @@ TABLE: dict[str, tuple[Algorithm, ...]] = {
         Algorithm(
             "repeated",
             repeated.all_to_all,
-            lambda s: s.gloo and s.equal and s.hosts > 1 and s.piece <= s.ranks * REPEATED_BLOCK,
+            is_repeated,
             costs.backend_all_to_all,
         ),
         Algorithm(

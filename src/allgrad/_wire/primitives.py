@@ -22,7 +22,7 @@ from torch import Tensor
 from allgrad._core import call_queue
 from allgrad._core.blocks import Blocks
 from allgrad._core.call_queue import QUEUES
-from allgrad._core.torch_internals import PROFILER, PROFILING, is_zero_tensor
+from allgrad._core.torch_internals import PROFILER, PROFILING, is_freed, is_zero_tensor
 from allgrad._wire import costs, eager, observers, pairwise
 from allgrad._wire.algorithms import (
     CHOSEN,
@@ -32,13 +32,13 @@ from allgrad._wire.algorithms import (
     keep_choice,
 )
 from allgrad._wire.calls import Call, resolve
-from allgrad._wire.codec import dtype_name
+from allgrad._wire.codec import DTYPES, dtype_name
 from allgrad._wire.groups import Backend, GroupLike
 from allgrad._wire.hosts import find_topology
 from allgrad._wire.observers import LOGGER, STATE
 from allgrad._wire.pairwise import Parts
 from allgrad._wire.situation import PART, Situation
-from allgrad.errors import ReductionError
+from allgrad.errors import ReductionError, TensorError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -234,6 +234,8 @@ def _run(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) ->
         x = x.contiguous()
     if is_zero_tensor(x):
         x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    elif is_freed(x):
+        raise _no_memory(call, x)
     if operation.sizes is None:
         nbytes = x.nbytes
         sizes = nbytes, call.size * nbytes, True
@@ -242,7 +244,7 @@ def _run(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) ->
     key = operation.name, group, x.dtype, x.device, sizes
     choice, begun = CHOSEN.get(key), None
     if choice is None:
-        if operation.adds and x.dtype.is_floating_point and x.dtype.itemsize == 1:
+        if operation.adds and x.dtype in _NOT_ADDED:
             raise _cannot_add(call, x.dtype)
         if group.topology is None:
             begun = observers.prepare(operation.name, call, x, find_topology)
@@ -256,12 +258,28 @@ def _run(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) ->
     return recorder.record(choice, root, call, x, args)
 
 
+def _no_memory(call: Call, x: Tensor) -> TensorError:
+    return TensorError(
+        f"{call.name}: the memory of x was freed; it has {x.numel()} elements, and none can be read.\n"
+        "Allocate it first: FSDP does so in forward, allgrad.module_state.restore_storage anywhere."
+    )
+
+
+# Whose sums torch does not compute.
+_NOT_ADDED = frozenset(
+    dtype
+    for dtype in DTYPES
+    if dtype == torch.complex32 or (dtype.is_floating_point and dtype.itemsize == 1)
+)
+
+
 def _cannot_add(call: Call, dtype: torch.dtype) -> ReductionError:
     """Of a gradient: the sums that a caller asks for are refused before (reductions)."""
     name = dtype_name(dtype)
+    wider = "x.to(torch.complex64)" if dtype.is_complex else "x.bfloat16() or x.float()"
     return ReductionError(
         f"{call.name}: its gradient is a sum over ranks, and torch does not compute with {name}.\n"
-        f'Call it on x.bfloat16() or x.float(); or with grad="none", if {name} needs no gradient.'
+        f'Call it on {wider}; or with grad="none", if {name} needs no gradient.'
     )
 
 

@@ -18,7 +18,6 @@ __all__ = [
     "COPIES_PIECE",
     "FLAT_PIECE",
     "PART",
-    "REPEATED_BLOCK",
     "STACKED_BLOCK",
     "STAR_TOTAL",
     "Situation",
@@ -26,6 +25,7 @@ __all__ = [
     "goes_around",
     "has_star_exchange",
     "is_linear",
+    "is_repeated",
     "is_scattered",
     "is_shared_by_hosts",
     "is_small",
@@ -45,7 +45,7 @@ STAR_SUM_OF_TWO = 4 * MiB
 STAR_SUM_CROWDED = 1 * MiB
 STAR_EXCHANGE_CROWDED = 1 * MiB  # of all ranks together
 STACKED_BLOCK = 128 * KiB  # of a reduce_scatter, added up when all are there
-REPEATED_BLOCK = 16 * KiB  # of larger ones, receives must be announced first between hosts
+REPEATED_BLOCK = 16 * KiB  # between hosts
 PART = 64 * KiB  # of a block: larger ones travel by themselves rather than being put in order
 LINEAR_TOTAL = 4 * MiB
 # Where hosts are several: up to these, few steps matter more than bytes that cross a link more than once,
@@ -116,6 +116,15 @@ def has_star_exchange(s: Situation) -> bool:
     """Where ranks share cores, a message costs more than it carries."""
     limit = STAR_TOTAL if s.hosts > 1 else STAR_EXCHANGE_CROWDED
     return s.gloo and s.equal and s.ranks > 2 and s.topology.crowded and s.total <= limit
+
+
+def is_repeated(s: Situation) -> bool:
+    """Where processor time decides: ranks share cores, or short blocks go between hosts, where the
+    receives of longer ones must be announced first.
+    """
+    if s.hosts > 1:
+        return s.gloo and s.equal and s.piece <= s.ranks * REPEATED_BLOCK
+    return s.gloo and s.equal and s.ranks > 2 and s.topology.crowded
 
 
 def is_linear(s: Situation) -> bool:

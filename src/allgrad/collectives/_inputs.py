@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from allgrad._autograd.async_calls import DoneHandle, Handle, start
 from allgrad._autograd.transforms import apply, has_only_shape
@@ -214,6 +215,19 @@ def _check_tensor(name: str, x: Tensor) -> None:
     if x.layout != torch.strided:
         kind = str(x.layout).removeprefix("torch.")
         raise TensorError(f"{name}: x is {kind}; only dense tensors travel.\nGive x.to_dense().")
+    if is_lazy(x):
+        raise TensorError(
+            f"{name}: x is a parameter that has no shape yet.\nRun the lazy module once first."
+        )
+    if hasattr(x, "trigger_wait"):
+        raise TensorError(
+            f"{name}: x is still on its way, the result of a functional collective.\nGive x.wait()."
+        )
+    if not (plain or has_only_shape(x)) and x.numel() and not x.data_ptr():
+        raise TensorError(
+            f"{name}: x is a {type(x).__name__}, which has no memory of its own.\n"
+            "Give the tensors that it is made of."
+        )
     if x.is_quantized:
         raise TensorError(f"{name}: x is quantised.\nGive x.dequantize(), or its x.int_repr().")
     if x.dtype not in _KNOWN_DTYPES:
@@ -293,7 +307,7 @@ def check_for_all(
     device = torch.get_default_device()
     if isinstance(x, Tensor):
         device = x.device
-        if not x.is_nested and x.dim() <= handshake.MAX_DIMS:
+        if not (x.is_nested or is_lazy(x)) and x.dim() <= handshake.MAX_DIMS:
             dtype = x.dtype if x.dtype in _KNOWN_DTYPES else None
             specs = (TensorSpec(dtype, tuple(x.shape), 0),)
     rows = handshake.exchange(call, RankArgs(operation, specs, problem=problem), device)

@@ -24,11 +24,16 @@ __all__ = ["hashable", "recall", "remember"]
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _MOST = 4096
 _PAIRS: dict[tuple[Hashable, ...], AdjointPair] = {}
+_NO_KEY: list[object] = []  # cannot be hashed
 
 
 def hashable(sizes: object) -> object:
-    """Sizes as part of a signature."""
-    return tuple(sizes) if isinstance(sizes, list) else sizes
+    """Sizes as part of a signature; what may change, and would be found all the same, is no part of one."""
+    if isinstance(sizes, list):
+        sizes = tuple(sizes)
+    if isinstance(sizes, tuple):
+        return _NO_KEY if Tensor in set(map(type, sizes)) else sizes
+    return sizes if sizes is None or isinstance(sizes, str) else _NO_KEY
 
 
 def recall(name: str, x: object, group: GroupLike, *given: object) -> AdjointPair | None:

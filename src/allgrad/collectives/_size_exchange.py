@@ -12,7 +12,7 @@ import torch
 
 from allgrad._autograd.adjoint_pair import HANDSHAKE
 from allgrad._core.partition import Partition
-from allgrad._core.torch_internals import FINDS_LENGTHS_IN_TRANSFORMS, functorch_active
+from allgrad._core.torch_internals import FINDS_LENGTHS_IN_TRANSFORMS, functorch_active, unrecorded
 from allgrad.collectives._inputs import Leaves, check_for_all, exchange, take_leaves
 from allgrad.collectives._mismatch import pieces_differ
 from allgrad.collectives._sizes import held_sizes
@@ -91,6 +91,7 @@ def amounts_of_src(call: Call, leaves: Leaves, partition: Partition, src: int) -
     return _in_graph(call, "scatter", leaves, dims, outputs=len(dims), amounts=sizes, root=src)
 
 
+@unrecorded
 def told_by_src(
     call: Call, leaves: Leaves, dims: Sequence[int], amounts: SizesByTensor, src: int
 ) -> tuple[RankArgs, tuple[int, ...]]:
@@ -148,6 +149,7 @@ def _with_known(
 # ---- the exchanges --------------------------------------------------------------------------
 
 
+@unrecorded
 def _lengths(
     call: Call,
     operation: str,
@@ -163,6 +165,7 @@ def _lengths(
     return lengths
 
 
+@unrecorded
 def _amounts(
     call: Call,
     operation: str,
@@ -178,6 +181,7 @@ def _amounts(
     return found
 
 
+@unrecorded
 def _same_shapes(
     call: Call, operation: str, leaves: Leaves, dims: Sequence[int], *_: Any
 ) -> tuple[tuple[int, ...], ...]:

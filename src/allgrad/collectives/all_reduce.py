@@ -5,9 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
+
 from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
 from allgrad._autograd.transforms import apply
 from allgrad._core.partition import Partition, even, pack, unpack_like
+from allgrad._core.torch_internals import is_zero_tensor
 from allgrad._wire import primitives as wire
 from allgrad._wire.calls import of_flat, of_stacked
 from allgrad.collectives._inputs import (
@@ -184,7 +187,10 @@ def _same_pair(call: Call, divided_by: int) -> AdjointPair:
     """all_reduce <-> share: terms on one side, on the other a sum that all ranks use alike."""
 
     def hand_over(xs: Sequence[Tensor]) -> list[Tensor]:
-        return [x if divided_by == 1 else x / divided_by for x in xs]
+        if divided_by != 1:
+            return [x / divided_by for x in xs]
+        # torch's tensors of zeros have no memory that a caller could read.
+        return [torch.zeros_like(x) if is_zero_tensor(x) else x for x in xs]
 
     reduce = partial(_reduced, call, divided_by)
     made = Made("all_reduce same", call, (divided_by,))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from allgrad._autograd.transforms import in_lockstep
-from allgrad._core.torch_internals import dual_level, functorch_active, never_traced
+from allgrad._core.torch_internals import dual_level, functorch_active, is_recorded, never_traced
+from allgrad.errors import ModeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +36,11 @@ def in_graphs(loss: Callable[P, Tensor]) -> Callable[P, Tensor]:
     @wraps(loss)
     def call(*args: Any, **options: Any) -> Tensor:
         if not torch.compiler.is_compiling():
+            if is_recorded():
+                raise ModeError(
+                    f"{name}: make_fx and torch.func.linearize would record its kernels, and none of "
+                    "its messages.\nUse torch.compile, or torch.func.jvp."
+                )
             return loss(*args, **options)
         if functorch_active() or dual_level() >= 0 or in_lockstep() or _any_nested(args):
             from allgrad._autograd import graph_breaks

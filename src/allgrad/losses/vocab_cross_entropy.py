@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeAlias, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from allgrad._core.torch_internals import functorch_active
 from allgrad._wire import consistency, ended_ranks
@@ -34,6 +34,7 @@ P = ParamSpec("P")
 
 CHUNK_BYTES = 64 << 20  # of the logits that exist at a time
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DIGESTS = 1 << 24  # numbers that a float32 holds exactly
 
 
 def _takes_autocast(loss: Callable[P, Tensor]) -> Callable[P, Tensor]:
@@ -118,6 +119,7 @@ def cross_entropy(
         checksum, low, high = _summary(targets, ignore_index)
         return CallSpec({**same, "targets": checksum}, (len(weight), int(low < 0), high + 1))
 
+    digest = 0
     if sizes is None:
         agreed = agree("cross_entropy", arguments, check, group)
         rank, words = agreed.rank, agreed.column(0)
@@ -125,11 +127,13 @@ def cross_entropy(
         _check_range(low, high, sum(words), ignore_index)
     else:
         try:
-            check()
+            same: list[object] = [check().same]
             rank, words = _given_words(weight, sizes, group)
             if targets.device.type == "cpu" and not in_vmap():  # on a device it would be a wait
-                _, low, high = _summary(targets, ignore_index)
+                checksum, low, high = _summary(targets, ignore_index)
                 _check_range(low, high, sum(words), ignore_index)
+                same.append(checksum)
+            digest = crc32(repr([*same, words]).encode()) % _DIGESTS
         except Exception as problem:
             if isinstance(problem, InputError):
                 problem = type(problem)(_with_name(problem))
@@ -150,7 +154,7 @@ def cross_entropy(
     if sizes is None:
         found = all_gather(parts[None], sizes="equal", group=group, grad="same")
     else:
-        found = _gather_with_mistakes(parts, group)
+        found = _gather_with_mistakes(parts, digest, group)
     lse, target, *more = found.unbind(1)
     losses = lse.logsumexp(0) - (1 - label_smoothing) * target.sum(0)
     if more:
@@ -286,19 +290,30 @@ def _given_words(weight: Tensor, sizes: Sizes, group: GroupLike) -> tuple[int, t
     return call.rank, words
 
 
-def _gather_with_mistakes(parts: Tensor, group: GroupLike) -> Tensor:
-    """The sums of all ranks. On CPUs a further column tells which rank found a mistake of its own.
+def _gather_with_mistakes(parts: Tensor, digest: int, group: GroupLike) -> Tensor:
+    """The sums of all ranks. On CPUs a further column tells which rank found a mistake of its own, and
+    a digest of what all must have alike.
 
-    A device would have to be waited for: there the sums of such a rank are NaN.
+    A device would have to be waited for: there the sums of a rank with a mistake are NaN.
     """
     if not parts.is_cpu or functorch_active():
         return all_gather(parts[None], sizes="equal", group=group, grad="same")
-    found = all_gather(pad(parts, (0, 1))[None], sizes="equal", group=group, grad="same")
-    mistakes = found[:, 0, -1].nonzero().flatten().tolist()
+    told = parts.new_zeros(len(parts), 1)
+    told[1] = digest
+    sent = torch.cat([parts, told], 1)
+    found = all_gather(sent[None], sizes="equal", group=group, grad="same")
+    problems, digests = found[:, :2, -1].detach().unbind(1)
+    mistakes = problems.nonzero().flatten().tolist()
     if mistakes:
         raise InputError(
             f"cross_entropy: the arguments of rank {mistakes[0]} are wrong; its own error says how.\n"
             "With sizes=None every rank shows the arguments of all."
+        )
+    others = (digests != digests[0]).nonzero().flatten().tolist()
+    if others:
+        raise InputError(
+            f"cross_entropy: rank {others[0]} has another shape or dtype of hidden, other targets, options "
+            "or sizes than rank 0.\nWith sizes=None every rank shows the arguments of all."
         )
     return found[..., :-1]
 
