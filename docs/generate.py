@@ -52,7 +52,7 @@ Written from the docstrings by `make docs`. For every collective:
   Those of different groups are waited for in one order on all ranks.
 - While grad mode is on, a floating-point result requires grad on every rank, also of an input that does not. For
   counts and metrics use `grad="none"`, which every collective takes, or `torch.no_grad()`.
-- Inputs are never changed; results are new, contiguous tensors.
+- Inputs are never changed; results are new, contiguous tensors. Only `share` gives a view of its input, which sends nothing and copies nothing.
 """
 
 # The columns of docs/modes.md.
