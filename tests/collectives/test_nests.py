@@ -1,5 +1,6 @@
 """Nests: leaves of one dtype travel in one message, and each keeps its own gradient."""
 
+import enum
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,7 +10,7 @@ import torch
 
 import allgrad as ag
 import reference
-from allgrad.errors import PieceMismatch, TensorError
+from allgrad.errors import AllgradError, PieceMismatch, TensorError
 from counting import Counted
 from exactness import grads, leaf, loss, random, same
 
@@ -24,6 +25,10 @@ class Batch:
     image: torch.Tensor
     labels: torch.Tensor
     note: str
+
+
+class Record(dict):
+    """A dict of the caller's own."""
 
 
 def nest(rank):
@@ -163,6 +168,58 @@ def test_other_structures_are_told_apart(rank):
     with pytest.raises(TensorError, match="not a tensor"):
         ag.all_gather([1.0, 2.0])
     assert ag.all_gather(torch.tensor([rank])).tolist() == [0, 1, 2]
+
+
+Modality = enum.Enum("Modality", "IMAGE TEXT")
+UNSORTED_KEYS = {
+    "enum members": (Modality.TEXT, Modality.IMAGE),
+    "tuples with them": (("x", Modality.TEXT), ("x", Modality.IMAGE)),
+    "frozensets": (frozenset({"b", "d", "f"}), frozenset({"a", "c", "e"})),
+    "dtypes": (torch.int8, torch.float32),
+    "devices": (torch.device("cpu"), torch.device("cpu", 0)),
+    "types": (str, float),
+    "several kinds": (None, Modality.IMAGE),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", UNSORTED_KEYS)
+@pytest.mark.parametrize("make", [dict, Record])
+def test_keys_that_have_no_order_meet_their_own_whatever_the_insertion_order(
+    rank, world, kind, make
+):
+    one, other = UNSORTED_KEYS[kind]
+    x, y = leaf(random((2,), rank)), leaf(random((2,), 10 + rank))
+    filled = make([(one, x), (other, y)] if rank == 1 else [(other, y), (one, x)])
+    for call in (ag.all_reduce, ag.all_gather):
+        found = call(filled)
+        assert type(found) is make
+        assert list(found) == list(filled)
+        same(found[one], call(x), f"{call.__name__} of {one}")
+        same(found[other], call(y), f"{call.__name__} of {other}")
+    (g,) = grads((rank + 1) * ag.all_reduce(filled)[one].sum(), [x])
+    same(g, torch.full((2,), world * (world + 1) / 2, dtype=g.dtype), "gradient")
+
+
+@pytest.mark.ranks(2)
+def test_keys_that_have_no_order_meet_their_own_in_graphs_and_in_checked_mode(rank):
+    texts, images = torch.tensor([1.0 + rank]), torch.tensor([10.0 + rank])
+    filled = [(Modality.TEXT, texts), (Modality.IMAGE, images)]
+    x = dict(filled if rank else reversed(filled))
+    compiled = torch.compile(ag.all_reduce, backend="aot_eager", fullgraph=True)
+    assert compiled(x) == {Modality.TEXT: 3.0, Modality.IMAGE: 21.0}
+    with ag.checked():
+        assert ag.all_reduce(x) == {Modality.TEXT: 3.0, Modality.IMAGE: 21.0}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", ["enum members", "frozensets"])
+def test_other_keys_that_have_no_order_raise_on_every_rank(rank, kind):
+    x = {UNSORTED_KEYS[kind][rank == 1]: torch.ones(2)}
+    with pytest.raises(PieceMismatch, match="rank 1: 1 tensors   <- another structure"):
+        ag.all_gather(x)
+    with pytest.raises(AllgradError, match="the ranks bring different tensors to one call"):
+        ag.all_reduce(x)
 
 
 @pytest.mark.ranks(2)

@@ -5,7 +5,9 @@ A nest is a tensor, or any mix of dicts, lists, tuples, named tuples, deques, se
 is a leaf and is kept as it is.
 
 The order of the leaves is the same on every rank: a dict is flattened by sorted keys, whatever its
-insertion order. A rebuilt dict keeps the insertion order of the original.
+insertion order. Tensors under keys that cannot be sorted (enum members, types, dtypes, sets) go by the
+text of their keys in :func:`tensors` and :func:`split_tensors`. A rebuilt dict keeps the insertion order
+of the original.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from optree import PyTreeSpec as Structure
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from allgrad.containers.key_texts import keys_and_order, path_name
 from allgrad.containers.kinds import NAMESPACE, OpenNode, open_node, register, register_all
 from allgrad.errors import InputError
 
@@ -82,14 +85,17 @@ class Frame:
     leaves may differ.
     """
 
-    __slots__ = ("_leaves", "_positions", "structure")
+    __slots__ = ("_keys", "_leaves", "_optree_sorts", "_positions", "structure")
 
     def __init__(self, leaves: list[Any], structure: Structure) -> None:
         """The frame of a flattened nest; it keeps no reference to the tensors among ``leaves``."""
         self.structure = structure
-        self._positions = tuple([i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)])
-        self._leaves: list[Any] | None = None  # where all are tensors
-        if len(self._positions) != len(leaves):
+        positions = tuple([i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)])
+        self._keys, order = _known_keys(structure, positions)
+        self._positions = order or positions
+        self._optree_sorts = order is None
+        self._leaves: list[Any] | None = None  # where all are tensors, in the structure's order
+        if order or len(positions) != len(leaves):
             self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def __call__(self, tensors: Sequence[object]) -> Any:
@@ -112,22 +118,21 @@ class Frame:
         Ranks that hold the same nest have the same names.
         """
         accessors = self.structure.accessors()
+        if not self._optree_sorts:
+            return [path_name(accessors[position], nest) for position in self._positions]
         return [str(accessors[position].codify(nest)) for position in self._positions]
 
     def keys(self) -> str:
         """The keys that lead to each tensor, as one text: ``"['a'][0], ['b']['mask']"``.
 
-        Made once for each structure, while no compiler traces. Of a key that is neither a text nor
-        a number only the type is named: its repr may differ between ranks.
+        Of a key that is no text, number, enum member, tuple, set, dtype, device or type only the type
+        is named: its repr may differ between ranks.
         """
-        if is_dynamo_compiling():
-            return _joined_keys(self.structure.paths(), self._positions)
-        if self.structure.namespace:  # it holds on to objects of the caller
-            return _known_paths(tuple(self.structure.paths()), self._positions)
-        try:
-            return _known_structure(self.structure, self._positions)
-        except TypeError:  # a type of the caller's with parts that cannot be hashed
-            return _joined_keys(self.structure.paths(), self._positions)
+        return self._keys
+
+    def take(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """The tensors among the leaves of the structure, in the order of the frame."""
+        return [leaves[position] for position in self._positions]
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -144,27 +149,28 @@ class Frame:
         return f"Frame({len(self._positions)} tensors in {self.structure})"
 
 
-@lru_cache(maxsize=256)
-def _known_structure(structure: Structure, positions: tuple[int, ...]) -> str:
-    return _joined_keys(structure.paths(), positions)
+def _known_keys(
+    structure: Structure, positions: tuple[int, ...]
+) -> tuple[str, tuple[int, ...] | None]:
+    """Made once for each structure, while no compiler traces."""
+    if is_dynamo_compiling():
+        return keys_and_order(structure.paths(), positions)
+    if structure.namespace:  # it holds on to objects of the caller
+        return _known_paths(tuple(structure.paths()), positions)
+    try:
+        return _known_structure(structure, positions)
+    except TypeError:  # a type of the caller's with parts that cannot be hashed
+        return keys_and_order(structure.paths(), positions)
 
 
 @lru_cache(maxsize=256)
-def _known_paths(paths: tuple[tuple[object, ...], ...], positions: tuple[int, ...]) -> str:
-    return _joined_keys(paths, positions)
+def _known_structure(
+    structure: Structure, positions: tuple[int, ...]
+) -> tuple[str, tuple[int, ...] | None]:
+    return keys_and_order(structure.paths(), positions)
 
 
-def _joined_keys(paths: Sequence[tuple[object, ...]], positions: Sequence[int]) -> str:
-    return ", ".join(["".join([f"[{_key(key)}]" for key in paths[at]]) for at in positions])
-
-
-def _key(key: object) -> str:
-    """Equal keys have one text: a cache by equality must give the same on every rank."""
-    if isinstance(key, str):
-        return repr(str.__str__(key))
-    if isinstance(key, int) or (isinstance(key, float) and key.is_integer()):
-        return str(int(key))
-    return type(key).__qualname__
+_known_paths = lru_cache(maxsize=256)(keys_and_order)
 
 
 def split_tensors(nest: object) -> tuple[list[Tensor], Frame]:
@@ -173,7 +179,8 @@ def split_tensors(nest: object) -> tuple[list[Tensor], Frame]:
     {"b": x, "a": [y, 3]}   --->   [y, x]   and   {"b": _, "a": [_, 3]}
     """
     leaves, structure = flatten(nest)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], Frame(leaves, structure)
+    frame = Frame(leaves, structure)
+    return frame.take(leaves), frame
 
 
 def map_tensors(fn: Callable[[Tensor], object], nest: _Nest) -> _Nest:
