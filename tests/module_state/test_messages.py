@@ -1,5 +1,6 @@
 """Messages about a state: decoded to what was encoded, or refused."""
 
+import numpy as np
 import pytest
 
 from allgrad._wire.codec import Writer
@@ -24,7 +25,23 @@ def test_a_problem_has_its_class_and_its_text(problem):
     assert messages.decode_digest(messages.encode_digest("", None), 1) is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "nul", "[" * 10**5, "9" * 10**5])
+def test_numbers_of_numpy_are_decoded_exactly_in_their_type():
+    every = [np.dtype(code).type for code in "?bhilqBHILQefd"]
+    values = [kind(1) for kind in every] + [np.float32(0.1), np.float16("inf"), np.float64("nan")]
+    found = messages.decode_settings(messages.encode_settings(values), 1, len(values))
+    assert [value.dtype for value in found] == [value.dtype for value in values]
+    assert np.array_equal(found, values, equal_nan=True)
+
+
+UNKNOWN_NUMBERS = [
+    "{}", '{"int8": 1, "int16": 1}', '{"object": 1}', '{"int8": 300}', '{"float32": 0.1}',
+    '{"float64": "1"}', '{"float64": null}', '{"int8": [1]}', '{"bool": 2}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", "nul", "[" * 10**5, "9" * 10**5, *UNKNOWN_NUMBERS]
+)
 def test_settings_that_are_no_number_string_or_none_are_refused(text):
     message = Writer("state")
     message.number(1, len(text))

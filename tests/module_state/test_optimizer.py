@@ -1,5 +1,6 @@
 """Optimizers: state tensors by the parameter's number, and the settings of groups."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -79,6 +80,54 @@ def test_none_numbers_and_strings_are_sent_exactly(rank):
     sync(optimizer)
     assert group["extra"] == values
     assert [type(v) for v in group["extra"]] == [type(v) for v in values]
+
+
+@pytest.mark.ranks(3)
+def test_numpy_numbers_are_compared_and_sent_in_their_own_type(rank):
+    _, optimizer = trained(0, torch.optim.SGD)
+    group = optimizer.param_groups[0]
+    group["lr"] = np.float32(0.1 * (rank + 1))
+    group["extra"] = [np.float64(0.1 * rank), np.int64(2**62 - rank), np.bool_(rank == 1)]
+    names = [f"param_groups[0]['extra'][{n}]" for n in range(3)] + ["param_groups[0]['lr']"]
+    assert [(d.name, d.what) for d in compare(optimizer)] == [(name, "value") for name in names]
+    sync(optimizer, 1)
+    wanted = [np.float32(0.2), np.float64(0.1), np.int64(2**62 - 1), np.bool_(True)]
+    found = [group["lr"], *group["extra"]]
+    assert found == wanted
+    assert [type(value) for value in found] == [type(value) for value in wanted]
+    verify(optimizer)
+
+
+@pytest.mark.ranks(3)
+def test_a_number_that_cannot_hold_the_value_of_src_is_named(rank):
+    _, optimizer = trained(0, torch.optim.SGD)
+    optimizer.param_groups[0]["lr"] = np.float32(0.1) if rank == 1 else 0.1
+    for call in (sync, verify):
+        with pytest.raises(StateMismatch, match=r"rank 1: .*float32.*   <- another dtype"):
+            call(optimizer)
+
+
+@pytest.mark.ranks(3)
+def test_numbers_of_python_and_numpy_with_the_same_range_are_the_same(rank):
+    _, optimizer = trained(0, torch.optim.SGD)
+    group = optimizer.param_groups[0]
+    group["lr"] = 0.1 if rank == 1 else np.float64(0.1)
+    verify(optimizer)
+    sync(optimizer)
+    assert type(group["lr"]) is np.float64
+    assert group["lr"] == 0.1
+
+
+@pytest.mark.ranks(3)
+def test_objects_that_are_no_settings_stay_each_ranks_own(rank):
+    _, optimizer = trained(rank, torch.optim.SGD)
+    group = optimizer.param_groups[0]
+    group["extra"] = [complex(rank), np.datetime64("2020-01-01") + rank, torch.float32]
+    own = list(group["extra"])
+    sync(optimizer)
+    assert group["lr"] == 0.1
+    assert group["extra"] == own
+    verify(optimizer)
 
 
 @pytest.mark.ranks(3)

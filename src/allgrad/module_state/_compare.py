@@ -34,8 +34,9 @@ def compare(
     from 0.0, a NaN equals a NaN of the same bits, strides and devices are ignored. A meta tensor
     has no value. Ranks may hold different names.
 
-    ``module`` may also be an optimizer, whose settings are compared too (numbers, strings and
-    None by value, other objects by type and length), or a dict of tensors by name.
+    ``module`` may also be an optimizer, whose settings are compared too (None, strings, and
+    integers, floating-point numbers and booleans of Python and NumPy by value, other objects by
+    type and length), or a dict of tensors by name.
 
     Cost: reading all values, and one message of 56 bytes from each rank if all states are equal.
     Otherwise the ranks also exchange names and hashes, never the values.

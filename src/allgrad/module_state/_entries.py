@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,11 +29,12 @@ __all__ = [
     "assign_settings",
     "drop_ignored",
     "entries",
+    "is_numpy_number",
     "tensors_and_others",
 ]
 
 State: TypeAlias = nn.Module | Optimizer | Mapping[str, Any]
-Setting: TypeAlias = int | float | bool | str | None
+Setting: TypeAlias = int | float | bool | str | np.generic | None
 Kind: TypeAlias = Literal["parameter", "buffer", "tensor", "setting", "object"]
 
 
@@ -132,10 +134,15 @@ def _of_module(module: nn.Module) -> Iterator[Entry]:
                     yield Entry(prefix + name, kind, value)
 
 
+def is_numpy_number(value: object) -> bool:
+    """Whether this is a boolean, integer or floating-point number of NumPy that a Python number equals."""
+    return isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.itemsize <= 8
+
+
 def _entry(name: str, value: object) -> Entry:
     if isinstance(value, Tensor):
         return Entry(name, "tensor", value)
-    if value is None or isinstance(value, (int, float, str)):
+    if value is None or isinstance(value, (int, float, str)) or is_numpy_number(value):
         return Entry(name, "setting", value)
     return Entry(name, "object", value)
 

@@ -7,8 +7,11 @@ import struct
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from allgrad._wire.codec import HEADER_WORDS, Reader, Writer
 from allgrad.errors import GroupError, InputError, TensorError
+from allgrad.module_state._entries import is_numpy_number
 from allgrad.module_state._specs import EntrySpec
 
 if TYPE_CHECKING:
@@ -31,6 +34,9 @@ __all__ = [
 PROBLEMS: tuple[type[InputError], ...] = (InputError, TensorError, GroupError)
 DIGEST_WORDS = HEADER_WORDS + 5
 _MAX_TEXT = 2**20
+_WIDTHS = {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64)}
+_NUMPY_NAMES = ("bool", *(f"{kind}{bits}" for kind, widths in _WIDTHS.items() for bits in widths))
+_NUMPY_TYPES = {name: np.dtype(name).type for name in _NUMPY_NAMES}
 
 
 def encode_digest(text: str, problem: InputError | None) -> list[int]:
@@ -76,11 +82,14 @@ def decode_specs(words: Sequence[int], sender: int) -> dict[str, EntrySpec]:
 
 
 def encode_settings(values: Sequence[Setting]) -> list[int]:
-    """Each setting as JSON, which holds integers of any length and any string exactly."""
+    """Each setting as JSON, which holds integers of any length and any string exactly.
+
+    A number of NumPy is ``{"float32": 0.5}``.
+    """
     message = Writer("state")
     message.number(len(values))
     for value in values:
-        text = json.dumps(value)
+        text = json.dumps(_with_type(value) if is_numpy_number(value) else value)
         message.number(len(text))
         message.text(text, len(text))
     return message.words
@@ -99,10 +108,30 @@ def _decode_setting(message: Reader, most: int) -> Setting:
         value: Any = json.loads(text)
     except (ValueError, RecursionError):
         raise message.damaged() from None
+    if isinstance(value, dict):
+        return _numpy_number(message, value)
     if value is not None and not isinstance(value, (int, float, str)):
         raise message.damaged()
     setting: Setting = value
     return setting
+
+
+def _with_type(number: Any) -> dict[str, int | float]:
+    return {number.dtype.name: number.item()}
+
+
+def _numpy_number(message: Reader, typed: dict[str, Any]) -> np.generic:
+    try:
+        ((name, number),) = typed.items()
+        made: np.generic = _NUMPY_TYPES[name](number)
+        is_exact = isinstance(number, (int, float)) and json.dumps(made.item()) == json.dumps(
+            number
+        )
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise message.damaged() from None
+    if not is_exact:
+        raise message.damaged()
+    return made
 
 
 def _listed_class(problem: InputError) -> type[InputError]:

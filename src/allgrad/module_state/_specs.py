@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from allgrad._wire.codec import DTYPES, dtype_name
-from allgrad.module_state._entries import tensors_and_others
+from allgrad.module_state._entries import is_numpy_number, tensors_and_others
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -57,7 +57,11 @@ def entry_spec(entry: Entry, *, device: str = "", values: bool = False) -> Entry
     """Describe what this rank holds; with ``values``, include a hash of its bits."""
     value = entry.value
     if entry.kind == "setting":
-        return EntrySpec("setting", value=json.dumps(value) if values else "")
+        # np.float64 is a Python float; other numbers of NumPy cannot hold every Python number.
+        is_narrow = is_numpy_number(value) and not isinstance(value, float)
+        plain = value.item() if is_narrow else value
+        dtype = value.dtype.name if is_narrow else ""
+        return EntrySpec("setting", dtype, value=json.dumps(plain) if values else "")
     if entry.kind == "object":
         length = f"of length {len(value)}" if isinstance(value, Sized) else ""
         return EntrySpec("object", type(value).__qualname__, length)

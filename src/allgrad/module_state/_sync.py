@@ -66,8 +66,10 @@ def sync(
     Values are written in place, bit for bit; strides, ``requires_grad`` and ``grad`` do not change.
     Buffers that are not persistent are written too. A tensor under several names is sent once.
 
-    ``module`` may also be an optimizer, whose numbers, strings and None are sent too, or a dict
-    of tensors by name. A DTensor is synced if all ranks of the group hold the same piece of it.
+    ``module`` may also be an optimizer, or a dict of tensors by name. Of an optimizer, the settings
+    are sent too: None, strings, and integers, floating-point numbers and booleans of Python and
+    NumPy, in the type that ``src`` has. Other objects in it (functions, dtypes, complex numbers)
+    are not sent: each rank keeps its own. A DTensor is synced if all ranks of the group hold the same piece of it.
 
     ``ignore`` names parameters, buffers or whole submodules; ``buffers=False`` leaves out all
     buffers.
