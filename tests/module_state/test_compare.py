@@ -13,7 +13,7 @@ import allgrad as ag
 from allgrad._wire import primitives as wire
 from allgrad._wire.codec import DTYPES
 from allgrad.errors import InputError, TensorError
-from allgrad.module_state import StateMismatch, compare, verify
+from allgrad.module_state import StateMismatch, compare, free_storage, verify
 from allgrad.module_state._differences import differences
 from allgrad.module_state._specs import EntrySpec
 
@@ -158,6 +158,11 @@ def test_problem_of_one_rank_reaches_all(rank):
     state = {"a": torch.eye(2).to_sparse() if rank == 1 else torch.eye(2)}
     with pytest.raises(TensorError, match="rank 1: not ready   <- a is not dense"):
         compare(state)
+    freed = torch.ones(2)
+    if rank == 1:
+        free_storage(freed)
+    with pytest.raises(TensorError, match="rank 1: not ready   <- a is without memory"):
+        compare({"a": freed})
     with pytest.raises(InputError, match="rank 0: not ready   <- ignore names nothing"):
         compare({"a": torch.ones(1)}, ignore=["b"] if rank == 0 else [])
     assert found({"a": torch.ones(1)}) == {}

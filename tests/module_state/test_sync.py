@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import allgrad as ag
 from allgrad._wire import primitives as wire
 from allgrad.errors import GroupError, InputError, TensorError
-from allgrad.module_state import StateMismatch, sync
+from allgrad.module_state import StateMismatch, free_storage, sync
 
 
 def random_like(x, seed):
@@ -316,6 +316,25 @@ def test_what_is_not_a_state_is_refused(world):
     )
 
 
+def freed():
+    x = torch.ones(2)
+    view = x[1:]  # its address is not zero, though that of its memory is
+    free_storage(x)
+    return view
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that has a shape and a device, and keeps its values elsewhere."""
+
+    @staticmethod
+    def __new__(cls):
+        return torch.Tensor._make_wrapper_subclass(cls, (1,), dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return NotImplemented
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize(
@@ -327,8 +346,21 @@ def test_what_is_not_a_state_is_refused(world):
         (lambda: torch.zeros(1).expand(3), "expanded"),
         (lambda: torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8), "of a dtype"),
         (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "not dense"),
+        (freed, "without memory"),
+        (lambda: nn.Parameter(freed()), "without memory"),
+        (Wrapper, "without memory"),
     ],
-    ids=["meta", "lazy", "sparse", "expanded", "quantised", "nested"],
+    ids=[
+        "meta",
+        "lazy",
+        "sparse",
+        "expanded",
+        "quantised",
+        "nested",
+        "freed",
+        "freed parameter",
+        "wrapper",
+    ],
 )
 def test_tensor_without_bytes_of_its_own_is_named_on_every_rank(rank, world, make, why):
     odd = world - 1

@@ -32,7 +32,7 @@ def compare(
     Compared are names, kinds, dtypes, shapes, ties and values, in this order; the first difference
     is reported. Values are compared bit for bit, by a 128-bit hash of the elements: -0.0 differs
     from 0.0, a NaN equals a NaN of the same bits, strides and devices are ignored. A meta tensor
-    has no value. Ranks may hold different names.
+    has no value; a tensor whose memory was freed raises. Ranks may hold different names.
 
     ``module`` may also be an optimizer, whose settings are compared too (None, strings, and
     integers, floating-point numbers and booleans of Python and NumPy by value, other objects by

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from allgrad._wire.codec import DTYPES, dtype_name
 from allgrad.module_state._entries import is_numpy_number, tensors_and_others
+from allgrad.module_state.storage import is_allocated
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -85,6 +86,8 @@ def why_unreadable(x: Tensor, *, writing: bool) -> str | None:
         return "of a dtype that cannot be read as bytes"
     if hasattr(x, "__tensor_flatten__") and not _is_dtensor(x):
         return f"made of other tensors ({type(x).__name__})"
+    if not _has_memory(x):
+        return "without memory: it was freed, or the values are kept elsewhere"
     if writing and any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
         return "expanded: its elements share memory"
     return None
@@ -96,7 +99,9 @@ def all_plain(tensors: Sequence[Tensor]) -> bool:
         return False
     found = set(map(attrgetter("layout", "dtype", "is_nested", "is_meta"), tensors))
     plain = {(torch.strided, dtype, False, False) for dtype in _DTYPES}
-    return found <= plain and all(map(Tensor.is_contiguous, tensors))
+    if not found <= plain or not all(map(Tensor.is_contiguous, tensors)):
+        return False
+    return all(x.numel() == 0 or is_allocated(x) for x in tensors)
 
 
 def spec_summary(held: Sequence[Entry]) -> str:
@@ -153,6 +158,16 @@ def _value_hash(x: Tensor) -> str:
         return "on meta"
     hashed: Any = as_bytes(local_piece(x)).cpu().numpy()
     return "#" + hashlib.blake2b(hashed, digest_size=16).hexdigest()
+
+
+def _has_memory(x: Tensor) -> bool:
+    if _is_dtensor(x):
+        with torch.no_grad():  # otherwise to_local does not wait for a piece that is on its way
+            x = local_piece(x)
+    try:
+        return x.numel() == 0 or is_allocated(x)
+    except RuntimeError:  # a wrapper: its storage has a size, and no address
+        return False
 
 
 def _is_dtensor(x: Tensor) -> bool:
