@@ -89,6 +89,69 @@ def test_one_ranks_trouble_raises_on_all(rank, world):
     assert not list(ag.join([]))
 
 
+PACKED = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+JAGGED = [torch.ones(2, 2), torch.ones(1, 2)]
+WITHOUT_ROWS = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse rows": lambda: (torch.ones(3), torch.eye(3).to_sparse_csr()),
+    "jagged": lambda: torch.nested.nested_tensor(JAGGED, layout=torch.jagged),
+    "nested": lambda: torch.nested.nested_tensor(JAGGED),
+    "packed": lambda: [torch.ones(3), PACKED],
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", WITHOUT_ROWS)
+def test_tensors_that_cannot_be_without_rows_raise_on_all_at_the_first_step(rank, world, kind):
+    make = WITHOUT_ROWS[kind]
+    not_dense = "a batch with a tensor that is not dense +<- sparse, nested or packed"
+    with pytest.raises(InputError, match=f"rank 0: {not_dense}\n  rank 1: {not_dense}"):
+        list(ag.join([make() for _ in range(1 + rank)]))
+    with pytest.raises(InputError, match=f"rank 0: 1 rows\n  rank 1: {not_dense}"):
+        list(ag.join([make() if rank == 1 else torch.ones(1)]))
+    with pytest.raises(InputError, match=f"rank 0: {not_dense}\n  rank 1: 1 rows"):
+        list(ag.join([torch.ones(1)] * rank, empty=make() if rank == 0 else torch.ones(1)))
+    assert ag.all_reduce(torch.ones(1)).item() == world
+
+
+class Uncut(torch.Tensor):
+    """A tensor that refuses to be indexed."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.__getitem__:
+            raise RuntimeError("no rows can be taken")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+UNREADABLE = {
+    "a set of two tensors": (lambda: {torch.ones(2), torch.zeros(2)}, "A set has no order"),
+    "a tensor without slices": (lambda: Uncut(torch.ones(2)), "no rows can be taken"),
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_a_batch_without_an_empty_one_raises_on_all_at_its_step(rank, world, kind):
+    make, why = UNREADABLE[kind]
+    advice = why if rank == 1 else "The error of that rank tells why"
+    table = r"rank 0: 2 rows\n  rank 1: a batch that cannot be read or emptied +<- raised"
+    for later in (0, 1):
+        before = [torch.ones(2)] * later
+        with pytest.raises(InputError, match=f"{table}(\n.*)*{advice}"):
+            list(ag.join([*before, make()] if rank == 1 else [torch.ones(2)] * 3))
+    with pytest.raises(InputError, match=r"rank 1: a batch that cannot be read"):
+        list(ag.join([torch.ones(2)], empty=make() if rank == 1 else None))
+    assert ag.all_reduce(torch.ones(1)).item() == world
+
+
+def test_a_world_of_one_refuses_what_every_world_does():
+    with pytest.raises(InputError, match="rank 0: a batch with a tensor that is not dense"):
+        list(ag.join([torch.eye(3).to_sparse()]))
+    with pytest.raises(InputError, match="A set has no order"):
+        list(ag.join([{torch.ones(2), torch.zeros(2)}]))
+
+
 class NeverStarts:
     """A dataset whose workers cannot be started."""
 

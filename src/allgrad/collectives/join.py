@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from allgrad._wire import primitives as wire
 from allgrad._wire.codec import HEADER_WORDS, Reader, Writer
+from allgrad.containers.kinds import nodes
 from allgrad.containers.nests import map_tensors, tensors
 from allgrad.errors import InputError, RankRaised, rank_table
 
@@ -32,10 +34,22 @@ class _State(Enum):
     RAISED = 2
     NO_ROWS = 3  # a batch of which nobody knows how many rows it has
     NEVER = 4  # done before the first batch, and no empty one was given
+    NOT_DENSE = 5  # a batch with a tensor of which no empty one can be made
+    UNREADABLE = 6  # a batch whose tensors cannot be listed, or that raised when it was emptied
 
 
 _STATES = tuple(_State)
+_NO_EMPTY_ONE = frozenset({_State.NOT_DENSE, _State.UNREADABLE})
 _WORDS = HEADER_WORDS + 2
+
+
+class _Look(NamedTuple):
+    """What a rank tells about a batch, and the same batch without rows."""
+
+    state: _State
+    rows: int = 0
+    emptied: Any = None
+    error: Exception | None = None
 
 
 def join(
@@ -49,7 +63,8 @@ def join(
                                sizes  (2, 1, 2)            (1, 0, 1)        (0, 0, 3)
 
     Each step gives the batch, and the rows of every rank. A batch is any nest of tensors with rows
-    along dim 0. An empty one is the rank's last batch, or ``empty``, with no rows; what is not a
+    along dim 0, all of them dense: sparse and nested tensors and ``PackedSequence`` raise, on every
+    rank. An empty one is the rank's last batch, or ``empty``, with no rows; what is not a
     tensor in it stays as it is. The rank runs the same step on it: its collectives, their backward
     and DDP's all take part, with nothing. So the step equals one process on the joined rows, if it
     is right for ranks that hold no rows: divide sums by ``sum(sizes)``, since the mean of no rows
@@ -64,31 +79,31 @@ def join(
     """
     call = wire.resolve("join", group)
     source = _started_in_the_loop(batches)
-    last = empty
+    last = None if empty is None else _look_at(empty)
     while True:
-        state, error, batch = _State.BATCH, None, None
+        batch = None
         try:
             batch = next(source)
+            found = _look_at(batch)
         except StopIteration:
-            state = _State.NEVER if last is None else _State.DONE
+            found = _Look(_State.NEVER if last is None else _State.DONE)
         except Exception as raised:  # noqa: BLE001 - told to all ranks, then raised again
-            state, error = _State.RAISED, raised
-        rows = 0
-        if state is _State.BATCH:
-            rows = _rows(batch)
-            state = _State.NO_ROWS if rows < 0 else state
-        states, sizes = _exchange(call, state, rows)
-        if error is not None:
-            raise error
-        _require_batches(states, sizes)
+            found = _Look(_State.RAISED, error=raised)
+        if last is not None and last.state in _NO_EMPTY_ONE and found.state is not _State.RAISED:
+            found = last
+        states, sizes = _exchange(call, found.state, found.rows)
+        if found.state is _State.RAISED:
+            assert found.error is not None
+            raise found.error
+        _require_batches(states, sizes, found.error)
         if all(s in {_State.DONE, _State.NEVER} for s in states):
             return
-        if state is _State.DONE:
+        if found.state is _State.DONE:
             assert last is not None
-            batch = last = map_tensors(_without_rows, last)
+            batch = map_tensors(_without_rows, last.emptied)  # new tensors at each step
+        elif empty is None:
+            last = found
         assert batch is not None  # it would have no rows
-        if empty is None:
-            last = batch
         yield batch, sizes
 
 
@@ -111,20 +126,34 @@ def _exchange(call: Call, state: _State, rows: int) -> tuple[list[_State], tuple
     return [state for state, _ in found], tuple(rows for _, rows in found)
 
 
-def _require_batches(states: list[_State], sizes: tuple[int, ...]) -> None:
-    """Raise on every rank what one rank cannot do."""
+def _require_batches(states: list[_State], sizes: tuple[int, ...], error: Exception | None) -> None:
+    """Raise on every rank what one rank cannot do; ``error`` is what this one's batch raised."""
     texts = {
         _State.BATCH: "{} rows",
         _State.DONE: "done",
         _State.RAISED: "its iterable raised",
         _State.NO_ROWS: "a batch without a tensor that has rows",
         _State.NEVER: "has no batch at all",
+        _State.NOT_DENSE: "a batch with a tensor that is not dense",
+        _State.UNREADABLE: "a batch that cannot be read or emptied",
     }
     shown = [texts[state].format(n) for state, n in zip(states, sizes, strict=True)]
     if _State.RAISED in states:
         marks = {r: "raised" for r, s in enumerate(states) if s is _State.RAISED}
         advice = "The error of that rank tells why."
         raise RankRaised(rank_table("join: the batches of a rank raised.", shown, marks, advice))
+    if _State.UNREADABLE in states:
+        marks = {r: "raised" for r, s in enumerate(states) if s is _State.UNREADABLE}
+        rule = "join: a rank that is done takes part with an empty batch, made of its last one."
+        advice = "The error of that rank tells why." if error is None else str(error)
+        raise InputError(rank_table(rule, shown, marks, advice)) from error
+    if _State.NOT_DENSE in states:
+        marks = {
+            r: "sparse, nested or packed" for r, s in enumerate(states) if s is _State.NOT_DENSE
+        }
+        rule = "join: a batch is a nest of dense tensors with rows along dim 0."
+        advice = "Give dense tensors, and make sparse, nested or packed ones of them in the step."
+        raise InputError(rank_table(rule, shown, marks, advice))
     if _State.NO_ROWS in states:
         marks = {r: "no rows" for r, s in enumerate(states) if s is _State.NO_ROWS}
         rule = "join: a batch is a nest of tensors with rows along dim 0."
@@ -139,9 +168,23 @@ def _require_batches(states: list[_State], sizes: tuple[int, ...]) -> None:
         raise InputError(rank_table(rule, shown, marks, advice))
 
 
-def _rows(batch: object) -> int:
-    """The length of the first tensor that has dimensions; -1 without one."""
-    return next((len(x) for x in tensors(batch) if x.dim()), -1)
+def _look_at(batch: object) -> _Look:
+    """The rows of a batch, by its first tensor that has dimensions. Raises nothing."""
+    try:
+        found = tensors(batch)
+        if not all(map(_is_dense, found)) or any(
+            isinstance(n, PackedSequence) for n in nodes(batch)
+        ):
+            return _Look(_State.NOT_DENSE)
+        rows = next((len(x) for x in found if x.dim()), -1)
+        emptied = map_tensors(_without_rows, batch)
+    except Exception as raised:  # noqa: BLE001 - told to all ranks, then raised
+        return _Look(_State.UNREADABLE, error=raised)
+    return _Look(_State.NO_ROWS if rows < 0 else _State.BATCH, rows, emptied)
+
+
+def _is_dense(x: Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_nested
 
 
 def _without_rows(x: Tensor) -> Tensor:
