@@ -27,6 +27,7 @@ from allgrad._core.torch_internals import (
     any_autocast,
     below_view_tracking,
     current_interpreter,
+    dispatch_modes,
     dual_level,
     functorch_active,
     inside_jvp,
@@ -74,7 +75,7 @@ def apply(
     pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool = False, in_backward: bool = False
 ) -> tuple[Tensor, ...]:
     """Run the pair's map, differentiable to any order; ``stop`` ends the derivative there."""
-    if torch.compiler.is_compiling() or is_recorded():
+    if torch.compiler.is_compiling() or (dispatch_modes() and is_recorded()):
         return _trace(pair, xs, stop=stop)
     transformed = functorch_active() or dual_level() >= 0
     if _STARTED.count and pair.call is not None and not transformed:

@@ -62,6 +62,7 @@ __all__ = [
     "cpu_capabilities",
     "current_interpreter",
     "current_node",
+    "dispatch_modes",
     "dual_level",
     "flatten_dense",
     "foreach_copy_",
@@ -71,7 +72,6 @@ __all__ = [
     "in_backward_pass",
     "inside_jvp",
     "is_batched_gradient",
-    "is_freed",
     "is_recorded",
     "is_view",
     "is_zero_tensor",
@@ -251,8 +251,8 @@ def kernel_inputs(node: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return node._saved_query, node._saved_key, node._saved_value
 
 
-# How many modes see the ops of this thread.
-_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# How many modes see the ops of this thread. Read in every call.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def is_recorded() -> bool:
@@ -260,7 +260,7 @@ def is_recorded() -> bool:
 
     Without it: a graph that they make of real tensors has no messages, and gives wrong numbers.
     """
-    if not _dispatch_modes():
+    if not dispatch_modes():
         return False
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
@@ -284,14 +284,6 @@ def unrecorded(function: F) -> F:
 
 # A tensor of zeros without memory, which forward mode hands on; nothing can be sent of it.
 is_zero_tensor = torch.Tensor._is_zerotensor
-
-
-def is_freed(x: torch.Tensor) -> bool:
-    """Tell whether the memory of a tensor was freed, as FSDP does with parameters."""
-    try:
-        return not x.untyped_storage().nbytes() and x.numel() > 0
-    except RuntimeError:  # torch.func wraps what is made inside of it
-        return False
 
 
 # ---- profiler --------------------------------------------------------------------------------

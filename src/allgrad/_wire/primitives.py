@@ -22,7 +22,7 @@ from torch import Tensor
 from allgrad._core import call_queue
 from allgrad._core.blocks import Blocks
 from allgrad._core.call_queue import QUEUES
-from allgrad._core.torch_internals import PROFILER, PROFILING, is_freed, is_zero_tensor
+from allgrad._core.torch_internals import PROFILER, PROFILING, is_zero_tensor
 from allgrad._wire import costs, eager, observers, pairwise
 from allgrad._wire.algorithms import (
     CHOSEN,
@@ -234,8 +234,11 @@ def _run(operation: _Operation, call: Call, x: Tensor, args: tuple[Any, ...]) ->
         x = x.contiguous()
     if is_zero_tensor(x):
         x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    elif is_freed(x):
-        raise _no_memory(call, x)
+    try:
+        if not x.untyped_storage().nbytes() and x.numel():
+            raise _no_memory(call, x)
+    except NotImplementedError:  # torch.func wraps what is made inside of it
+        pass
     if operation.sizes is None:
         nbytes = x.nbytes
         sizes = nbytes, call.size * nbytes, True

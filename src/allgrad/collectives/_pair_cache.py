@@ -29,11 +29,11 @@ _NO_KEY: list[object] = []  # cannot be hashed
 
 def hashable(sizes: object) -> object:
     """Sizes as part of a signature; what may change, and would be found all the same, is no part of one."""
-    if isinstance(sizes, list):
-        sizes = tuple(sizes)
-    if isinstance(sizes, tuple):
-        return _NO_KEY if Tensor in set(map(type, sizes)) else sizes
-    return sizes if sizes is None or isinstance(sizes, str) else _NO_KEY
+    if sizes is None or type(sizes) is str:
+        return sizes
+    if not isinstance(sizes, (list, tuple)) or Tensor in set(map(type, sizes)):
+        return _NO_KEY
+    return tuple(sizes)
 
 
 def recall(name: str, x: object, group: GroupLike, *given: object) -> AdjointPair | None:
