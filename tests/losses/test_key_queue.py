@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from allgrad.errors import InputError, PieceMismatch
+import allgrad as ag
+from allgrad.errors import InputError, ModeError, PieceMismatch, RankRaised
 from allgrad.losses import KeyQueue, multiple_negatives_loss, supcon_loss
 from exactness import leaf
 from losses.samples import features
@@ -75,6 +76,57 @@ def test_push_before_backward_leaves_the_gradient(rank, world):
         (again,) = torch.autograd.grad(loss, q, retain_graph=True, create_graph=graph)
         torch.testing.assert_close(again, want)
     assert not queue.features.requires_grad
+
+
+CHANGES = {
+    "features": lambda queue: queue.features.zero_(),
+    "ids": lambda queue: queue.ids.add_(1),
+    "load_state_dict": lambda queue: queue.load_state_dict(queue.state_dict()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.ranks(3)
+def test_a_queue_changed_in_place_before_backward_raises(rank, world, change):
+    q, k = (leaf(features((3,), seed + rank)[0]) for seed in (1, 5))
+    ids = torch.arange(3) + rank
+    for call in (
+        lambda queue: multiple_negatives_loss(q, k, 5.0, queue=queue, ids=ids),
+        lambda queue: supcon_loss(q, k, 5.0, ids, ids, queue=queue),
+    ):
+        for first, graph in ((False, False), (False, True), (True, False), (True, True)):
+            queue = KeyQueue(4, 5, ids=True, dtype=torch.float64)
+            queue.push(features((2,), 9)[0], torch.arange(2))
+            loss = call(queue)
+            if first:  # a graph kept for more
+                torch.autograd.grad(loss, q, retain_graph=True)
+            CHANGES[change](queue)
+            gradient = partial(torch.autograd.grad, loss, q, create_graph=graph)
+            raises_everywhere(RuntimeError, gradient, "modified by an inplace operation")
+
+
+@pytest.mark.ranks(3)
+def test_in_checked_mode_a_queue_changed_on_one_rank_raises_on_all(rank, world):
+    q = leaf(features((3,), rank)[0])
+    queue = KeyQueue(4, 5, dtype=torch.float64)
+    with ag.checked():
+        loss = multiple_negatives_loss(q, q.cos(), 5.0, queue=queue)
+        if rank == 1:
+            queue.features.zero_()
+        error = ModeError if rank == 1 else RankRaised
+        gradient = partial(torch.autograd.grad, loss, q)
+        raises_everywhere(error, gradient, "modified by an inplace operation")
+
+
+@pytest.mark.ranks(2)
+def test_a_queue_changed_in_place_raises_also_where_hooks_save_the_tensors(rank, world):
+    q = leaf(features((3,), rank)[0])
+    queue = KeyQueue(4, 5, dtype=torch.float64)
+    with torch.autograd.graph.save_on_cpu():
+        loss = multiple_negatives_loss(q, q.cos(), 5.0, queue=queue)
+    queue.features.zero_()
+    gradient = partial(torch.autograd.grad, loss, q)
+    raises_everywhere(RuntimeError, gradient, "modified by an inplace operation")
 
 
 @pytest.mark.ranks(3)

@@ -91,6 +91,7 @@ __all__ = [
     "unflatten_dense",
     "unrecorded",
     "unwrap_if_dead",
+    "version_of",
     "will_run",
     "wrap_for_grad",
 ]
@@ -202,6 +203,14 @@ graph_task = torch._C._current_graph_task_id
 nodes_made = torch._C._autograd._get_sequence_nr
 will_run = torch._C._will_engine_execute_node
 is_view = torch.Tensor._is_view
+
+
+def version_of(x: torch.Tensor) -> int:
+    """How often a tensor was changed in place; a tensor of inference mode does not tell.
+
+    Without it: save_for_backward, whose check hooks for saved tensors switch off.
+    """
+    return -1 if x.is_inference() else x._version
 
 
 def node_class(function: type[torch.autograd.Function]) -> type:

@@ -19,11 +19,13 @@ import torch
 
 from allgrad._autograd import call_order, started_calls
 from allgrad._autograd.transforms import ANCHOR, in_lockstep, is_plain_autograd
-from allgrad._core.torch_internals import anchor_gradient, never_traced
+from allgrad._core.torch_internals import anchor_gradient, never_traced, version_of
 from allgrad._wire import primitives as wire
+from allgrad._wire.consistency import refuse
 from allgrad._wire.groups import find_group
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.all_reduce import all_reduce
+from allgrad.errors import ModeError
 from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._key_blocks import KeyLayout, reduce_sums
 from allgrad.losses._tiles.accumulators import accumulator_dtype
@@ -45,7 +47,8 @@ class GlobalMean:
     """How the mean is computed.
 
     ``sums(joined parts, *own)`` gives two numbers of this rank: the weighted sum of its terms, and
-    the sum of their weights.
+    the sum of their weights. ``constants`` are tensors of others that it uses beside these: backward
+    computes with them again, and raises if they were changed in place.
     """
 
     name: str
@@ -54,6 +57,10 @@ class GlobalMean:
     sums: Callable[..., Tensor]
     grad_reduction: GradReduction
     group: GroupLike
+    constants: Sequence[Tensor] = ()
+
+    def versions(self) -> list[int]:
+        return [version_of(x) for x in self.constants]
 
     def __call__(self, *own: Tensor) -> Tensor:
         """The mean of all ranks, on every rank; ``own`` are tensors that stay on this rank."""
@@ -94,7 +101,7 @@ class GlobalMean:
 class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: GlobalMean, anchor: Tensor, message: Tensor, *own: Tensor) -> Tensor:  # noqa: ARG004
-        ctx.how, ctx.call = how, wire.resolve(how.name, how.group)
+        ctx.how, ctx.call, ctx.versions = how, wire.resolve(how.name, how.group), how.versions()
         sent = how.packing.with_row(message)
         received = all_gather(sent, sizes=how.packing.sizes, group=how.group, grad="none")
         how.packing.confirm(received)
@@ -113,6 +120,8 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_mean: Tensor) -> tuple[Tensor | None, ...]:
         call_order.check(ctx, ctx.call)
+        if ctx.versions != ctx.how.versions():
+            refuse(ctx.call, _changed(ctx.how.name))
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         kept, ctx.kept = ctx.kept, None
         if torch.is_grad_enabled() or kept is None:  # create_graph=True, or a graph kept for more
@@ -123,6 +132,13 @@ class _Mean(torch.autograd.Function):
         own, *others = _in_one_message(ctx.how, sums, inputs, factors, needed, by_mean)
         own = own[: len(saved[0])]  # without the row of the agreement
         return None, anchor_gradient(ctx), own, *others
+
+
+def _changed(name: str) -> ModeError:
+    return ModeError(
+        f"{name}: the queue has been modified by an inplace operation since forward, and backward needs it "
+        "as it was.\nChange it after backward. KeyQueue.push may come before: it makes new tensors."
+    )
 
 
 def _as_it_is(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from allgrad.losses._each_row import Activation
 
-__all__ = ["Keys", "Queries", "Relation", "score_rows"]
+__all__ = ["Keys", "Queries", "Relation", "score_rows", "tensors_of"]
 
 TILE = (1024, 8192)  # rows and columns of the scores that exist at a time
 
@@ -54,6 +54,11 @@ class Keys:
             made.append(Chunk(partial(Keys, first=first), tensors))
             first += len(tensors[0])
         return made
+
+
+def tensors_of(columns: Sequence[Keys]) -> list[Tensor]:
+    every = [x for keys in columns for x in (keys.features, keys.ids, keys.weights, keys.filled)]
+    return [x for x in every if x is not None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from allgrad.losses._feature_checks import (
 from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._packed import Packing, Part
-from allgrad.losses._relations import Keys, Queries, Relation, score_rows
+from allgrad.losses._relations import Keys, Queries, Relation, score_rows, tensors_of
 from allgrad.losses._same_numbers import compared_numbers
 from allgrad.losses.key_queue import check_queue, queued_keys
 
@@ -123,9 +123,8 @@ def multiple_negatives_loss(
             columns, *column_ids = joined
             first = sum(sizes[: agreed.rank])
             own = torch.arange(first, first + len(rows), device=rows.device)
-            blocks = [Keys(columns, column_ids[0] if column_ids else None)]
-            if old:
-                blocks += earlier
+            new = Keys(columns, column_ids[0] if column_ids else None)
+            blocks = [new, *earlier] if old else [new]
             queries = Queries(rows, own_ids, own)
             return score_rows("pairs", relation, queries, blocks, factor)
 
@@ -139,7 +138,8 @@ def multiple_negatives_loss(
                 losses = (losses + back) / 2
             return weighted_sums(losses, counted, weights[0] if weights else None)
 
-        mean = GlobalMean(name, agreed.rank, Packing(parts, agreed), sums, grad_reduction, group)
+        packing, old = Packing(parts, agreed), tensors_of(earlier)
+        mean = GlobalMean(name, agreed.rank, packing, sums, grad_reduction, group, old)
         return mean(query, key, number(scale), *(() if weights is None else (weights,)))
 
     name = "multiple_negatives_loss"

@@ -19,7 +19,7 @@ from allgrad.losses._feature_checks import (
 from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._packed import Packing, Part
-from allgrad.losses._relations import Keys, Queries, Relation, score_rows
+from allgrad.losses._relations import Keys, Queries, Relation, score_rows, tensors_of
 from allgrad.losses._same_numbers import compared_numbers
 from allgrad.losses.key_queue import check_queue, queued_keys
 
@@ -210,7 +210,8 @@ def _several_positives(  # noqa: PLR0917
             counted = has_positive if kind == "softmax" else torch.ones_like(has_positive)
             return weighted_sums(losses, counted, its_weights[0] if its_weights else None)
 
-        mean = GlobalMean(name, agreed.rank, Packing(parts, agreed), sums, grad_reduction, group)
+        packing, old = Packing(parts, agreed), tensors_of(earlier)
+        mean = GlobalMean(name, agreed.rank, packing, sums, grad_reduction, group, old)
         more = () if query_weights is None else (query_weights,)
         return mean(query, *map(number, numbers.values()), *more)
 
