@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import ExitStack, contextmanager
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -15,7 +16,7 @@ from allgrad.collectives.all_gather import gather_sizes
 from allgrad.errors import InputError, rank_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from allgrad.types import GroupLike
 
@@ -64,7 +65,7 @@ def grad_cache_step(
 
     Cost: one more forward of the encoder, one copy of the buffers, and one size exchange.
     """
-    micro_batches = list(micro_batches)
+    micro_batches = _listed(micro_batches, group)
     models = (models,) if isinstance(models, nn.Module) else models
     extra = _most_micro_batches(len(micro_batches), group) - len(micro_batches)
     called = (encode, *models)
@@ -72,23 +73,22 @@ def grad_cache_step(
     modules = [m for m in called if isinstance(m, nn.Module)]
     buffers = _Buffers(modules)
     devices = _devices()
-    states, outputs = [], []
+    states: list[list[Tensor]] = []
+    outputs: list[_Output] = []
     with torch.no_grad(), _no_sync(wrapped):
         for batch in micro_batches:
             states.append(_random_state(devices))
-            outputs.append(_encoded(encode(batch), group))
+            outputs.append(_encoded(encode(batch), group, *outputs[:1]))
         with torch.random.fork_rng(devices):
             for _ in range(extra):
                 encode(micro_batches[-1])
     buffers.restore()
 
-    is_scalar = _find_scalars(outputs) if scalars is None else _named_scalars(outputs[0], scalars)
+    first = outputs[0]
+    is_scalar = _find_scalars(outputs) if scalars is None else _named_scalars(first, scalars, group)
     joined = _join(outputs, is_scalar)
     value = joined.call(loss)
-    if not isinstance(value, Tensor):
-        _refuse(
-            f"loss returned {type(value).__name__}, not a tensor.", "Return the loss alone.", group
-        )
+    _check_loss(value, backward, group)
     backward(value)
     gradients = _split_gradients(joined, outputs, is_scalar)
 
@@ -100,14 +100,23 @@ def grad_cache_step(
         with _no_sync(wrapped):
             for _ in range(extra):
                 none = [None if g is None else torch.zeros_like(g) for g in gradients[last]]
-                _Output(encode(micro_batches[-1])).backward(none)
+                _encoded(encode(micro_batches[-1]), group, first).backward(none)
                 buffers.restore()
         for number, batch in enumerate(micro_batches):
             with _no_sync(wrapped if number < last else []):
                 _set_random_state(devices, states[number])
-                again = _Output(encode(batch))
+                again = _encoded(encode(batch), group, first)
                 again.backward(gradients[number])
     return value.detach()
+
+
+def _listed(micro_batches: Iterable[Batch], group: GroupLike) -> list[Batch]:
+    try:
+        each = iter(micro_batches)
+    except TypeError:
+        given = type(micro_batches).__name__
+        _refuse(f"micro_batches is {given}.", "Give a list or an iterator of them.", group)
+    return list(each)
 
 
 def _most_micro_batches(count: int, group: GroupLike) -> int:
@@ -127,8 +136,8 @@ def _most_micro_batches(count: int, group: GroupLike) -> int:
     )
 
 
-def _encoded(returned: Any, group: GroupLike) -> _Output:
-    """The output of an encoder, if it is one."""
+def _encoded(returned: Any, group: GroupLike, first: _Output | None = None) -> _Output:
+    """The output of an encoder, if it is one; its names in the order of the first one."""
     named = returned if isinstance(returned, dict) else {}
     if not isinstance(returned, (Tensor, tuple, list, dict)):
         _refuse(f"encode returned {type(returned).__name__}.", _OUTPUTS, group)
@@ -137,7 +146,13 @@ def _encoded(returned: Any, group: GroupLike) -> _Output:
     for name, x in named.items():
         if not isinstance(x, (Tensor, Real)):
             _refuse(f"output {name!r} of encode is {type(x).__name__}.", _OUTPUTS, group)
-    return _Output(returned)
+    output = _Output(returned)
+    if first is None or first.is_like(output):
+        return output
+    if first.names is None or output.names is None or {*first.names} != {*output.names}:
+        found = f"encode returned {output} for one micro-batch, {first} for the first."
+        _refuse(found, "Return the same outputs for each, in any order if they have names.", group)
+    return _Output({name: returned[name] for name in first.names})
 
 
 _OUTPUTS = "Return a tensor, or a tuple, list or dict of tensors and numbers."
@@ -146,6 +161,15 @@ _OUTPUTS = "Return a tensor, or a tuple, list or dict of tensors and numbers."
 def _refuse(rule: str, advice: str, group: GroupLike) -> NoReturn:
     """Raise; in checked mode on every rank of the group."""
     refuse(resolve("grad_cache_step", group), InputError(f"grad_cache_step: {rule}\n{advice}"))
+
+
+def _check_loss(value: object, backward: object, group: GroupLike) -> None:
+    if not isinstance(value, Tensor):
+        rule = f"loss returned {type(value).__name__}, not a tensor."
+        _refuse(rule, "Return the loss alone.", group)
+    if value.numel() != 1 and backward is Tensor.backward:
+        rule = f"loss returned a tensor of shape {tuple(value.shape)}."
+        _refuse(rule, "Return one number, or give a backward= that takes the tensor.", group)
 
 
 def _as_tensor(x: Real) -> Tensor:
@@ -179,6 +203,15 @@ class _Output:
         # A number is a scalar without a gradient.
         self.tensors: list[Tensor] = [_as_tensor(x) if isinstance(x, Real) else x for x in listed]
 
+    def __str__(self) -> str:
+        if self.names is not None:
+            return ", ".join(map(repr, self.names))
+        count = len(self.tensors)
+        return f"{count} output{'' if count == 1 else 's'}"
+
+    def is_like(self, other: _Output) -> bool:
+        return self.names == other.names and len(self.tensors) == len(other.tensors)
+
     def rows(self) -> set[int]:
         """The lengths of the embeddings: of all tensors that are surely not scalars."""
         return {len(x) for x in self.tensors if x.dim() > 1 and x.numel() != 1}
@@ -211,13 +244,15 @@ def _find_scalars(outputs: Sequence[_Output]) -> list[bool]:
     ]
 
 
-def _named_scalars(output: _Output, scalars: Collection[int | str]) -> list[bool]:
+def _named_scalars(output: _Output, scalars: Collection[int | str], group: GroupLike) -> list[bool]:
+    if not isinstance(scalars, Collection) or isinstance(scalars, str):
+        given = type(scalars).__name__
+        _refuse(f"scalars is {given}.", "Give a list of positions or names, or None.", group)
     names = range(len(output.tensors)) if output.names is None else output.names
     unknown = [name for name in scalars if name not in names]
     if unknown:
-        raise InputError(
-            f"grad_cache_step: there is no output {unknown[0]!r}.\n"
-            f"Give scalars= some of {list(names)}."
+        _refuse(
+            f"there is no output {unknown[0]!r}.", f"Give scalars= some of {list(names)}.", group
         )
     return [name in scalars for name in names]
 
