@@ -11,6 +11,7 @@ from allgrad.losses import (
     clip_loss,
     maxsim_loss,
     multiple_negatives_loss,
+    sigmoid_supcon_loss,
     supcon_loss,
 )
 from losses.samples import features, ids_of
@@ -80,3 +81,25 @@ def test_ids_of_any_integer_dtype_and_numbers_of_numpy(rank, world):
         lambda: supcon_loss(x, y, 2.0, ids.bool() if rank == 2 else ids, ids),
         "query_ids is not a vector of whole numbers",
     )
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_missing_scale_raises_on_all(rank, world):
+    x = torch.ones(3, 4)
+    for scale in (None, None if rank == 0 else 2.0):  # of every rank, and of one
+        for call in (
+            lambda scale=scale: supcon_loss(x, x, scale, IDS, IDS),
+            lambda scale=scale: sigmoid_supcon_loss(x, x, scale, IDS, IDS),
+            lambda scale=scale: multiple_negatives_loss(x, x, scale),
+            lambda scale=scale: maxsim_loss(x[None], x[None], scale),
+        ):
+            raises_everywhere(InputError, call, "scale is not a single finite number", "3, 4)")
+
+
+@pytest.mark.ranks(2)
+def test_a_bias_of_none_is_zero(rank, world):
+    x = features((3, 2), 1, width=4)[rank]
+    ids = IDS[: len(x)]
+    want = sigmoid_supcon_loss(x, x, 2.0, ids, ids, bias=0.0)
+    got = sigmoid_supcon_loss(x, x, 2.0, ids, ids, bias=None)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)

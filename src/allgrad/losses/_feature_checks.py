@@ -70,15 +70,13 @@ def check_per_row(name: str, x: Tensor | None, rows: str, count: int, *, whole: 
     )
 
 
-def check_number(name: str, x: Tensor | float | None) -> None:
+def check_number(name: str, x: Tensor | float) -> None:
     """A scale or a bias is a single finite number."""
-    if x is None:
-        return
     if isinstance(x, Tensor):
-        good = x.dtype in _FLOATING and x.numel() == 1
+        good = _is_plain(x) and x.dtype in _FLOATING and x.numel() == 1
         good = good and (in_vmap() or bool(x.isfinite().all()))
     else:
-        given: object = x  # also a number of NumPy
+        given: object = x  # also a number of NumPy, or what is none
         good = isinstance(given, Real) and math.isfinite(given)
     require(
         good,
