@@ -27,7 +27,7 @@ __all__ = ["DTYPES", "HEADER_WORDS", "MAX_DIMS", "Reader", "Writer", "dtype_name
 
 T = TypeVar("T")
 
-LAYOUT = 3  # raise it whenever the fields of some kind change
+LAYOUT = 4  # raise it whenever the fields of some kind change
 KINDS = ("handshake", "check", "loss", "state", "host", "join")
 HEADER_WORDS = 2
 MAX_DIMS = 24

@@ -97,6 +97,20 @@ def _other_dtype(args: RankArgs, model: RankArgs) -> str | None:
     return _first(args, lambda spec: spec.dtype != _dtype(model), "another dtype of {}")
 
 
+def _device_type(args: RankArgs) -> str:
+    return args.features[0].device[0]
+
+
+def _other_device(args: RankArgs, model: RankArgs) -> str | None:
+    own = args.features[0].device
+    if own[0] != _device_type(model):
+        return f"{args.features[0].name} is on {args.features[0].place}"
+    odd = [spec for spec in args.features if spec.given != "none" and spec.device != own]
+    if own[0] != "meta":  # a number is moved to the features, from wherever it has a value
+        odd += [spec for spec in args.scalars if spec.device[0] == "meta"]
+    return f"{odd[0].name} is on {odd[0].place}" if odd else None
+
+
 def _other_width(args: RankArgs, model: RankArgs) -> str | None:
     return _first(args, lambda spec: spec.shape[-1] != _width(model), "another width of {}")
 
@@ -147,6 +161,13 @@ _RULES = (
         "features must be floating-point tensors with one vector in each row.",
         _bad_features,
         "Give {query} and {key} as (pairs, width) in float32, bfloat16, float16 or float64.",
+    ),
+    Rule(
+        TensorError,
+        "all features of a rank must be on one device, of the same type on every rank.",
+        _other_device,
+        "Move them to one device before the call. Scale and bias may be on another, but not on meta.",
+        _device_type,
     ),
     Rule(
         PieceMismatch,

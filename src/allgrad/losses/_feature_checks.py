@@ -16,14 +16,22 @@ from allgrad.losses._below_transforms import in_vmap
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["check_features", "check_number", "check_per_row", "check_reduction", "number"]
+__all__ = [
+    "check_features",
+    "check_number",
+    "check_per_row",
+    "check_reduction",
+    "number",
+    "require_dense",
+    "require_device",
+]
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_features(features: Mapping[str, Tensor | None], optional: Sequence[str] = ()) -> None:
-    """Features are (rows, width), all with one dtype and width; those that are optional may be None."""
+    """Features are (rows, width), all of one dtype and width on one device; optional ones may be None."""
     given = {name: x for name, x in features.items() if x is not None or name not in optional}
     for name, x in given.items():
         require(
@@ -45,6 +53,22 @@ def check_features(features: Mapping[str, Tensor | None], optional: Sequence[str
             PieceMismatch,
             f"{name} has another dtype than {next(iter(given))}.",
             "Cast all features to one dtype before the call.",
+        )
+    require_device(given, next(iter(given)), first)
+
+
+def require_dense(name: str, x: Tensor) -> None:
+    require(_is_plain(x), TensorError, f"{name} is not dense.", "Give a dense tensor (to_dense()).")
+
+
+def require_device(tensors: Mapping[str, Tensor | None], other: str, like: Tensor) -> None:
+    """These tensors are on the device of ``like``, which is called ``other``; they may be None."""
+    for name, x in tensors.items():
+        require(
+            x is None or x.device == like.device,
+            TensorError,
+            f"{name} is on another device than {other}, which is on {like.device}.",
+            "Move them to one device before the call.",
         )
 
 
@@ -68,6 +92,7 @@ def check_per_row(name: str, x: Tensor | None, rows: str, count: int, *, whole: 
         f"{name} has {len(x)} entries for {count} rows of {rows}.",
         f"Give one for each row of {rows}.",
     )
+    require_dense(name, x)
 
 
 def check_number(name: str, x: Tensor | float) -> None:

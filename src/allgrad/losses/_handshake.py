@@ -78,10 +78,11 @@ def exchange_args(
         return _without_exchange(name, own, sizes, group, device)
     if call.size == 1:
         return _check_alone(name, own)
+    # On a device that every rank has, wherever its features are.
+    ranks = _exchange(own, group, call.group.message_device(device or torch.device("cpu")))
+    _check_all(name, ranks)
     if device is not None and device.type == "meta":
         raise ModeError(f"{name}: {no_values('the numbers of pairs of all ranks')}")
-    ranks = _exchange(own, group, device)
-    _check_all(name, ranks)
     pairs = tuple(args.pairs for args in ranks)
     all_needs = GradNeeds(0)
     for args in ranks:
@@ -115,7 +116,7 @@ def _check_all(name: str, ranks: list[RankArgs]) -> None:
     require_pairs(name, sum(args.pairs for args in ranks))
 
 
-def _exchange(own: RankArgs, group: GroupLike, device: torch.device | None) -> list[RankArgs]:
+def _exchange(own: RankArgs, group: GroupLike, device: torch.device) -> list[RankArgs]:
     words = torch.tensor(own.encode(), dtype=torch.int64, device=device)
     rows = all_gather(words[None], sizes="equal", group=group, grad="none").tolist()
     # Ranks with equal batches send equal messages; decode each distinct message once.

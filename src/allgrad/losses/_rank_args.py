@@ -24,10 +24,11 @@ OPTIONS_BYTES = 7  # of the digest of a call's options
 _KINDS = tuple(LossKind)
 _MAX_DIMS = 8  # dimensions of a shape that are sent; no argument may have more than three
 _MAX_FEATURES, _MAX_SCALARS = 3, 2
-_SPEC_WORDS = 3 + _MAX_DIMS + 1
+_SPEC_WORDS = 3 + _MAX_DIMS + 1 + 2
 _ROW_WORDS = 5 + (_MAX_FEATURES + _MAX_SCALARS) * _SPEC_WORDS
 
 _GIVEN: tuple[Literal["tensor", "none", "other"], ...] = ("tensor", "none", "other")
+_DEVICES = ("", "cpu", "cuda", "meta", "xpu", "mps", "hpu")  # types; "" is any other
 
 
 class GradNeeds(IntFlag):
@@ -45,6 +46,7 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype | None = None  # None for a dtype that cannot be named in a message
     shape: tuple[int, ...] = ()
     value: float = 0.0  # of a scalar; 0 for features, and if reading it would wait for the device
+    device: tuple[str, int] = ("", -1)  # type and index
 
     @staticmethod
     def of(name: str, x: object, *, read: bool) -> TensorSpec:
@@ -52,8 +54,14 @@ class TensorSpec(NamedTuple):
             return TensorSpec(name, "none" if x is None else "other")
         dtype = x.dtype if x.dtype in DTYPES else None
         readable = read and x.numel() == 1 and dtype in FLOATING
+        kind, index = x.device.type, x.device.index
         return TensorSpec(
-            name, "tensor", dtype, tuple(x.shape), float(x.detach()) if readable else 0.0
+            name,
+            "tensor",
+            dtype,
+            tuple(x.shape),
+            float(x.detach()) if readable else 0.0,
+            (kind if kind in _DEVICES else "", -1 if index is None else index),
         )
 
     def write(self, message: Writer) -> None:
@@ -61,11 +69,18 @@ class TensorSpec(NamedTuple):
         message.dtype(self.dtype)
         message.number(len(self.shape[:_MAX_DIMS]), *self.shape[:_MAX_DIMS])
         message.real(self.value)
+        message.choice(self.device[0], _DEVICES)
+        message.number(self.device[1])
 
     @staticmethod
     def read(name: str, message: Reader) -> TensorSpec:
         return TensorSpec(
-            name, message.choice(_GIVEN), message.dtype(), message.shape(), message.real()
+            name,
+            message.choice(_GIVEN),
+            message.dtype(),
+            message.shape(),
+            message.real(),
+            (message.choice(_DEVICES), message.number(-1)),
         )
 
     @property
@@ -81,6 +96,12 @@ class TensorSpec(NamedTuple):
         if self.given != "tensor":
             return f"{self.name} {'None' if self.given == 'none' else 'no plain tensor'}"
         return f"{self.name} {self.shape} {dtype_name(self.dtype) if self.dtype else 'other'}"
+
+    @property
+    def place(self) -> str:
+        """The device, for messages."""
+        kind, index = self.device
+        return f"{kind or 'another device'}{f':{index}' if index >= 0 else ''}"
 
 
 @dataclass(frozen=True, slots=True)

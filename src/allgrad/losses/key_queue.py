@@ -11,7 +11,7 @@ from allgrad._core.held_group import HoldsGroup
 from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import InputError, ModeError, PieceMismatch
 from allgrad.losses._agreement import CallSpec, agree, no_values, require
-from allgrad.losses._feature_checks import check_features, check_per_row
+from allgrad.losses._feature_checks import check_features, check_per_row, require_device
 from allgrad.losses._relations import Keys
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def check_queue(queue: object, features: Tensor) -> None:
     )
     assert isinstance(queue, _Queued)
     queue.check_width(features)
+    require_device({"the queue": queue.count}, "query", features)
 
 
 def queued_keys(queue: _Queued | None, first: int, like: Tensor) -> list[Keys]:
@@ -132,6 +133,8 @@ class KeyQueue(HoldsGroup, _Queued, nn.Module):
             if key.is_meta != self.features.is_meta:
                 raise ModeError(no_values("the keys"))
             check_per_row("ids", ids, "key", len(key), whole=True)
+            # Keys are moved to the queue, ids are not.
+            require_device({"ids": ids}, "the queue", self.features)
             self.check_width(key)
             require(
                 (ids is None) == (self.ids is None),
@@ -139,7 +142,8 @@ class KeyQueue(HoldsGroup, _Queued, nn.Module):
                 f"the queue holds {'no ids' if self.ids is None else 'ids'}.",
                 "Make it with ids=True and push ids with each key, or neither.",
             )
-            same = {"capacity": self.capacity, "dtype": key.dtype}
+            device = self.features.device.type
+            same = {"capacity": self.capacity, "dtype": key.dtype, "device of the queue": device}
             return CallSpec(same, (len(key),))
 
         agreed = agree("KeyQueue.push", {"key": key, "ids": ids}, check, self.group)

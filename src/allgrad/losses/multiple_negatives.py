@@ -17,6 +17,7 @@ from allgrad.losses._feature_checks import (
     check_per_row,
     check_reduction,
     number,
+    require_device,
 )
 from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
@@ -84,13 +85,13 @@ def multiple_negatives_loss(
         check_per_row("weights", weights, "query", len(query), whole=False)
         hard = 0 if hard_negatives is None else len(hard_negatives)
         check_per_row("hard_negative_ids", hard_negative_ids, "hard_negatives", hard, whole=True)
+        require_device({**all_ids, "weights": weights}, "query", query)
         _check_both_sides(ids, hard_negatives, hard_negative_ids, queue)
         check_queue(queue, query)
-        given = [x is None for x in (ids, weights)]
         same = {
             "width": query.shape[1],
             "dtype": query.dtype,
-            "options": (symmetric, margin, grad_reduction, given),
+            "options": (symmetric, margin, grad_reduction, ids is None, weights is None),
             "queue": None if queue is None else len(queue.features),
             **compared_numbers({"scale": scale}, query),
         }

@@ -15,6 +15,7 @@ from allgrad.losses._feature_checks import (
     check_per_row,
     check_reduction,
     number,
+    require_device,
 )
 from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
@@ -157,6 +158,7 @@ def _several_positives(  # noqa: PLR0917
         for side, x, its_ids, its_weights in sides:
             check_per_row(f"{side}_ids", its_ids, side, len(x), whole=True)
             check_per_row(f"{side}_weights", its_weights, side, len(x), whole=False)
+        require_device({**ids, **weights}, "query", query)
         require(
             not relation.exclude_self or len(query) == len(key),
             PieceMismatch,

@@ -18,6 +18,7 @@ from allgrad.collectives.all_reduce import share
 from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError
 from allgrad.losses._agreement import CallSpec, agree, require
 from allgrad.losses._below_transforms import in_vmap
+from allgrad.losses._feature_checks import require_dense, require_device
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._recompute import recomputed
 
@@ -228,6 +229,11 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor
         "targets are not a tensor of whole numbers.",
         "Give the numbers of words as int64.",
     )
+    tensors = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
+    for name, given in tensors.items():
+        if given is not None:
+            require_dense(name, given)
+    require_device(tensors, "hidden", hidden)
     require(
         hidden.dim() > 0 and weight.dim() == 2 and weight.shape[1] == hidden.shape[-1],
         PieceMismatch,
