@@ -45,8 +45,12 @@ def test_wrong_arguments_of_one_rank(rank, world):
         raises_everywhere(InputError, call, "Tensor, not a KeyQueue", "rank 0")
     other = KeyQueue(8 if wrong else 16, 4)
     raises_everywhere(InputError, lambda: multiple_negatives_loss(x, x, 1.0, queue=other), "queue")
-    margin = "wide" if wrong else 0.5
-    raises_everywhere(InputError, lambda: multiple_negatives_loss(x, x, 1.0, margin=margin), "rank")
+    for margin in ("wide", "wide" if wrong else 0.5):  # of every rank, and of one
+        for call in (
+            lambda margin=margin: multiple_negatives_loss(x, x, 1.0, margin=margin),
+            lambda margin=margin: supcon_loss(x, x, 1.0, IDS, IDS, margin=margin),
+        ):
+            raises_everywhere(InputError, call, "margin='wide'", "rank 0")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -114,6 +114,14 @@ def test_unknown_options(rank, world):
         clip_loss(GOOD, GOOD, 1.0, grad_reduction="avg")
     with pytest.raises(InputError, match="label_smoothing=2"):
         info_nce_loss(GOOD, GOOD, 1.0, label_smoothing=2)
+    for options in (
+        {"grad_reduction": ["mean"]},
+        {"label_smoothing": None},
+        {"label_smoothing": "x"},
+        {"budget": "x"},
+    ):
+        with pytest.raises(InputError, match=next(iter(options))):
+            clip_loss(GOOD, GOOD, 1.0, **options)
 
 
 @pytest.mark.ranks(2)

@@ -295,3 +295,9 @@ def test_with_sizes_given_ranks_that_differ_raise_on_every_rank(rank, differs):
     with pytest.raises(InputError, match="rank 1 has another"):
         call(targets, **options)
     assert torch.isfinite(call(torch.arange(4), sizes=[2, 3]))
+
+
+@pytest.mark.ranks(3)
+def test_without_features_all_words_are_as_likely(rank, world):
+    loss = cross_entropy(torch.ones(2, 0), torch.ones(rank + 1, 0), torch.tensor([0, 5]))
+    torch.testing.assert_close(loss, torch.tensor(6.0).log())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ def global_loss(
 
     The names in ``features`` and ``scalars`` are those of the public function, for error messages.
     """
-    if not label_smoothing:
+    if label_smoothing == 0:
         found = loss_of_one_rank(
             name,
             kind,
@@ -86,7 +86,7 @@ def global_loss(
             group=group,
         )
         try:
-            _check_options(name, label_smoothing, grad_reduction)
+            _check_options(name, label_smoothing, grad_reduction, budget)
         except InputError as error:
             refuse(resolve(name, group), error)
         config = LossConfig(
@@ -129,13 +129,15 @@ def _grad_needs(features: list[Tensor | None], scalars: list[Tensor | None]) -> 
     return GradNeeds.ANY if others else GradNeeds(0)
 
 
-def _check_options(name: str, label_smoothing: float, grad_reduction: GradReduction) -> None:
-    if grad_reduction not in {"mean", "sum"}:
+def _check_options(name: str, label_smoothing: Any, grad_reduction: Any, budget: Any) -> None:
+    if not isinstance(grad_reduction, str) or grad_reduction not in {"mean", "sum"}:
         raise InputError(
             f'{name}: there is no grad_reduction={grad_reduction!r}.\nUse "mean" if gradients are '
             'averaged over ranks after backward (DDP, FSDP), "sum" if they are summed.'
         )
-    if not 0 <= label_smoothing <= 1:
+    if not isinstance(label_smoothing, (Real, Tensor)) or not 0 <= float(label_smoothing) <= 1:
         raise InputError(
             f"{name}: label_smoothing={label_smoothing!r}.\nGive a number from 0 to 1."
         )
+    if not isinstance(budget, Real):
+        raise InputError(f"{name}: budget={budget!r}.\nGive a number of bytes.")

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = [
     "check_features",
     "check_number",
+    "check_options",
     "check_per_row",
-    "check_reduction",
     "number",
     "require_dense",
     "require_device",
@@ -111,9 +111,15 @@ def check_number(name: str, x: Tensor | float) -> None:
     )
 
 
-def check_reduction(grad_reduction: str) -> None:
+def check_options(grad_reduction: str, margin: Tensor | float | None = None) -> None:
     require(
-        grad_reduction in {"mean", "sum"},
+        margin is None or isinstance(margin, (Real, Tensor)),
+        InputError,
+        f"margin={margin!r}.",
+        "Give a number, or None.",
+    )
+    require(
+        isinstance(grad_reduction, str) and grad_reduction in {"mean", "sum"},
         InputError,
         f"there is no grad_reduction={grad_reduction!r}.",
         'Use "mean" if gradients are averaged over ranks after backward (DDP, FSDP), "sum" if '

@@ -14,7 +14,7 @@ from allgrad.losses._agreement import CallSpec, agree_and, no_values, require
 from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._below_transforms import below_transforms
 from allgrad.losses._each_row import MASKED, Chunk, row_losses, terms_of, weighted_sums
-from allgrad.losses._feature_checks import check_number, check_reduction, number, require_device
+from allgrad.losses._feature_checks import check_number, check_options, number, require_device
 from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._packed import Packing, Part
@@ -113,7 +113,7 @@ def maxsim_loss(
             _pack("document", document, document_mask),
         ]
         check_number("scale", scale)
-        check_reduction(grad_reduction)
+        check_options(grad_reduction)
         q, d = packed
         if q.tokens.is_meta:
             raise ModeError(no_values("the lengths of all ranks' samples"))

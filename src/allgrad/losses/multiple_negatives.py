@@ -14,8 +14,8 @@ from allgrad.losses._each_row import weighted_sums
 from allgrad.losses._feature_checks import (
     check_features,
     check_number,
+    check_options,
     check_per_row,
-    check_reduction,
     number,
     require_device,
 )
@@ -74,7 +74,7 @@ def multiple_negatives_loss(
     def check() -> CallSpec:
         check_features(features, optional=["hard_negatives"])
         check_number("scale", scale)
-        check_reduction(grad_reduction)
+        check_options(grad_reduction, margin)
         require(
             len(query) == len(key),
             PieceMismatch,

@@ -12,8 +12,8 @@ from allgrad.losses._each_row import weighted_sums
 from allgrad.losses._feature_checks import (
     check_features,
     check_number,
+    check_options,
     check_per_row,
-    check_reduction,
     number,
     require_device,
 )
@@ -147,7 +147,7 @@ def _several_positives(  # noqa: PLR0917
         check_features(features)
         for which, x in numbers.items():
             check_number(which, x)
-        check_reduction(grad_reduction)
+        check_options(grad_reduction, relation.margin)
         require(
             query_ids is not None and key_ids is not None,
             InputError,

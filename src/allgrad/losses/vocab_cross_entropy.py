@@ -149,7 +149,7 @@ def cross_entropy(
     flat = targets.reshape(-1)
     counted = flat != ignore_index
     own = _Words(sum(words[:rank]), words[rank], sum(words)).indices(flat, counted)
-    rows = share(hidden, group=group).reshape(-1, hidden.shape[-1])
+    rows = share(hidden, group=group).reshape(targets.numel(), hidden.shape[-1])
     parts = _sums_of_own_words(rows, weight, bias, own, smoothed=label_smoothing > 0)
     # All ranks' sums in one message; each rank does the same with them.
     if sizes is None:
