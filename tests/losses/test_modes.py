@@ -6,6 +6,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp
 
 from allgrad.errors import ModeError
+from allgrad.losses import clip_loss, multiple_negatives_loss, siglip_loss
 from losses.pairs import LOSSES, NEGATIVES, PAIRS, batch
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
@@ -97,3 +98,21 @@ def test_what_is_not_exact_is_refused(mode):
         tangents = tuple(torch.ones_like(x) for x in given)
         with pytest.raises(ModeError, match=f"^{LOSSES[name][0].__name__}: "):
             REFUSED[mode](loss, tuple(given), tangents)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("loss", [clip_loss, siglip_loss, multiple_negatives_loss])
+def test_batches_of_gradients_are_refused_before_anything_is_sent(world, loss):
+    """Of torch's first vmap; the group can be used afterwards."""
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+
+    def of(x):
+        return loss(x, x, 2.0)
+
+    if world > 1 or loss is not multiple_negatives_loss:  # without messages it is plain torch
+        with pytest.raises(ModeError, match="one gradient of the loss at a time"):
+            torch.autograd.functional.jacobian(of, x, vectorize=True)
+        value = of(x)
+        with pytest.raises(ModeError, match="one gradient of the loss at a time"):
+            torch.autograd.grad(value, x, torch.ones(2, dtype=x.dtype), is_grads_batched=True)
+    assert torch.isfinite(torch.autograd.grad(of(x), x)[0]).all()

@@ -42,7 +42,7 @@ from allgrad._wire.groups import find_group
 from allgrad.errors import ModeError
 from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._first_order import Inputs, Kept, first_gradients, loss_value
-from allgrad.losses._modes import first_order, loss_in_transform
+from allgrad.losses._modes import first_order, loss_in_transform, refuse_batches
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ class _ContrastiveLoss(torch.autograd.Function):
     def backward(ctx: Any, by_loss: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.call.size > 1:
             call_order.check(ctx, ctx.call)
+        refuse_batches(ctx.config.name, by_loss)
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         x, kept = Inputs(*saved[:4]), Kept.unflatten(saved[4:])
         if torch.is_grad_enabled():  # create_graph=True

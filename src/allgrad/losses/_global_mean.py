@@ -28,6 +28,7 @@ from allgrad.collectives.all_reduce import all_reduce
 from allgrad.errors import ModeError
 from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._key_blocks import KeyLayout, reduce_sums
+from allgrad.losses._modes import refuse_batches
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_mean: Tensor) -> tuple[Tensor | None, ...]:
         call_order.check(ctx, ctx.call)
+        refuse_batches(ctx.how.name, by_mean)
         if ctx.versions != ctx.how.versions():
             refuse(ctx.call, _changed(ctx.how.name))
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]

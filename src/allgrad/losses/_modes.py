@@ -16,7 +16,7 @@ import torch
 
 from allgrad._autograd.backward_order import current_chain
 from allgrad._autograd.transforms import ANCHOR, mode_anchor
-from allgrad._core.torch_internals import anchor_gradient, never_traced
+from allgrad._core.torch_internals import anchor_gradient, is_batched_gradient, never_traced
 from allgrad.errors import ModeError
 from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._first_order import Inputs, Kept, first_gradients, loss_value
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Gradients: TypeAlias = tuple[Tensor | None, ...]
 
-__all__ = ["first_order", "loss_in_transform", "no_vmap"]
+__all__ = ["first_order", "loss_in_transform", "no_vmap", "refuse_batches"]
 
 _ALL = (True,) * 4
 
@@ -72,6 +72,15 @@ def no_vmap(name: str) -> ModeError:
     )
 
 
+def refuse_batches(name: str, *gradients: Tensor | None) -> None:
+    """Raise before anything is sent of gradients that torch's first vmap batched (is_grads_batched)."""
+    if any(g is not None and is_batched_gradient(g) for g in gradients):
+        raise ModeError(
+            f"{name}: backward takes one gradient of the loss at a time, not a batch of them.\n"
+            "Leave out is_grads_batched=True and vectorize=True."
+        )
+
+
 @never_traced
 class _Loss(_Mode):
     @staticmethod
@@ -88,10 +97,12 @@ class _Loss(_Mode):
 
     @staticmethod
     def backward(ctx: Any, by_loss: Tensor) -> Gradients:
+        refuse_batches(ctx.config.name, by_loss)
         return None, None, *first_order(ctx.config, None, Inputs(*ctx.saved_tensors), by_loss)
 
     @staticmethod
     def jvp(ctx: Any, _config: None, _anchor: Any, *tangents: Tensor | None) -> Tensor:
+        refuse_batches(ctx.config.name, *tangents)
         x = ctx.saved_tensors
         direction = [
             torch.zeros_like(value) if tangent is None and value is not None else tangent
@@ -127,6 +138,7 @@ class _FirstGradients(_Mode):
 
     @staticmethod
     def backward(ctx: Any, *direction: Tensor | None) -> Gradients:
+        refuse_batches(ctx.config.name, *direction)
         *x, by_loss = ctx.saved_tensors
         along = [
             torch.zeros_like(value) if change is None and value is not None else change

@@ -20,7 +20,7 @@ from allgrad.losses._config import LossConfig
 from allgrad.losses._first_order import Inputs, Kept, one_rank
 from allgrad.losses._fused_pass import FUSED_DTYPES, kept_scores
 from allgrad.losses._key_blocks import KeyLayout
-from allgrad.losses._modes import first_order
+from allgrad.losses._modes import first_order, refuse_batches
 from allgrad.losses._tiles.torch import has_triton
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ class _LossOfOneRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, by_loss: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_batches(ctx.call[0], by_loss)
         kept, ctx.kept = ctx.kept, None
         lease = kept if isinstance(kept, _replay().Lease) else None
         if lease is not None and not torch.is_grad_enabled():
