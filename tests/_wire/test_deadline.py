@@ -11,6 +11,8 @@ import torch.distributed as dist
 import allgrad as ag
 from allgrad._core import call_queue
 from allgrad._core.torch_internals import backend_timeout
+from allgrad._wire import deadline
+from allgrad._wire.calls import resolve
 from allgrad._wire.groups import find_group
 from allgrad.errors import RankLate
 from allgrad.testing import run_ranks
@@ -163,3 +165,24 @@ def test_listening_goes_on_when_another_threads_block_ends():
     first, second, third = run_ranks(raise_after_another_block, 3, timeout=40)
     assert second == ["ZeroDivisionError: in block B"]
     assert all(["RankRaised" in text for text in found] == [True] for found in (first, third))
+
+
+class EndsEarly:
+    """A call of the backend that completes between the end of a wait for it and the look at it."""
+
+    def __init__(self, work):
+        self.work, self.is_completed = work, work.is_completed
+
+    def wait(self, timeout=None):
+        self.work.wait()
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+
+
+@pytest.mark.ranks(2)
+def test_call_that_completes_as_a_wait_ends_is_no_failure(rank):
+    total = torch.tensor([rank + 1.0])
+    work = dist.all_reduce(total, async_op=True)
+    with ag.deadline(20):
+        deadline.wait(resolve("all_reduce", None), EndsEarly(work))
+    assert total.item() == 3
