@@ -4,6 +4,7 @@ python tests/fuzz --minutes 30          random programs until the time is up, an
 python tests/fuzz --programs 5000       that many
 python tests/fuzz --seed 17             one program: print it, run it, minimise it if it goes wrong
 python tests/fuzz --compiled ...        programs with blocks that are compiled on some ranks
+python tests/fuzz --transforms ...      programs inside of torch.func, or with dual numbers
 python tests/fuzz --faults ...          programs in which a rank raises, exits, is stopped or is late
 python tests/fuzz --workers 7 ...       in so many processes, each with ranks of its own
 """
@@ -30,11 +31,12 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--compiled", action="store_true", help="compile blocks on some ranks")
+    parser.add_argument("--transforms", action="store_true", help="differentiate by torch.func")
     parser.add_argument("--faults", action="store_true", help="one rank does not do its part")
     parser.add_argument("--workers", type=int, default=1, help="processes that run programs")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    mode = Mode(given.faults, given.compiled)
+    mode = Mode(given.faults, given.compiled, given.transforms)
     if given.serve:
         serve(mode)
         return 0

@@ -21,10 +21,11 @@ TOGETHER = 100  # programs in one call of the ranks
 
 @dataclass(frozen=True)
 class Mode:
-    """What is run: programs, or programs with a fault; with compiled blocks, or without."""
+    """What is run: programs, or programs with a fault; with compiled blocks, or inside of transforms."""
 
     faults: bool = False
     compiled: bool = False
+    transforms: bool = False
 
     @property
     def batch(self) -> int:
@@ -33,12 +34,16 @@ class Mode:
 
     @property
     def options(self) -> list[str]:
-        return ["--faults"] * self.faults + ["--compiled"] * self.compiled
+        return (
+            ["--faults"] * self.faults
+            + ["--compiled"] * self.compiled
+            + ["--transforms"] * self.transforms
+        )
 
     def program(self, seed: int) -> Program:
         if self.faults:
             return faults.faulty(seed, compiled=self.compiled)[0]
-        return generate(seed, compiled=self.compiled)
+        return generate(seed, compiled=self.compiled, transforms=self.transforms)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from fuzz.fitting import LINEAR, SAME_GRAD
 from fuzz.oracle import Oracle
 from fuzz.program import Block, Call, Change, Leaf, Local, Program, Wait, WaitInOrder
 from fuzz.proposals import propose
+from fuzz.transforms import ENDINGS, has_meaning, is_second
 
 LOCALS = (
     "{0}.sin()",
@@ -39,25 +40,31 @@ BACK = {"torch.complex128": "{0}.real + 2 * {0}.imag"}
 HOOK = "if {0}.requires_grad:\n    {0}.register_hook(lambda g: g if g is None else g * 1.5)"
 
 
-def generate(seed: int, *, compiled: bool = False) -> Program:
-    """The program of a seed; with ``compiled`` some of its blocks are compiled on some ranks."""
-    return Builder(seed, compiled=compiled).program()
+def generate(seed: int, *, compiled: bool = False, transforms: bool = False) -> Program:
+    """The program of a seed; with ``compiled`` some of its blocks are compiled on some ranks, with
+    ``transforms`` it ends in one of torch.func's or in dual numbers.
+    """
+    return Builder(seed, compiled=compiled, transforms=transforms).program()
 
 
 class Builder:
-    def __init__(self, seed: int, *, compiled: bool) -> None:
+    def __init__(self, seed: int, *, compiled: bool, transforms: bool) -> None:
         self.seed, self.random, self.compiled = seed, Random(seed), compiled
+        self.transforms = transforms
         self.world = self.random.choice((1, 2, 2, 3, 3, 3, 4, 4))
         # Of handles of one group a rank may wait for some earlier than others do.
-        self.one_group = not compiled and Random(~seed).random() < 0.25
-        self.lockstep = self.chance(0.35)
+        self.one_group = not (compiled or transforms) and Random(~seed).random() < 0.25
+        self.lockstep = self.chance(0.35) and not transforms
         self.ending = self.random.choice(("together", "each", "second", "second"))
         if compiled and self.chance(0.5):
             self.ending = "together"
         if self.lockstep and self.chance(0.2):
             self.ending = "tie"
-        self.large = self.chance(0.03)
-        self.all_need = self.ending == "second" and not self.lockstep
+        self.large = self.chance(0.03) and not transforms
+        if transforms:
+            self.ending = self.random.choice(tuple(ENDINGS))
+        self.is_second = self.ending == "second" or is_second(self.ending)
+        self.all_need = transforms or (self.ending == "second" and not self.lockstep)
         self.oracle = Oracle(self.world)
         self.steps: list = []
         self.from_calls: set[str] = set()  # what depends on a collective
@@ -82,13 +89,15 @@ class Builder:
         kinds = (self.add_leaf, self.add_local, self.add_strides, self.add_dtype, self.add_call)
         kinds += (self.add_wait, self.add_hook, self.add_block, self.add_change, self.add_history)
         weights = (6, 12, 10, 6, 45, 9, 4, 25 if self.compiled else 8, 5, 2)
+        if self.transforms:  # what else there is belongs to autograd
+            weights = (*weights[:5], 0, 0, 0, 0, 0)
         for _ in range(4 if self.large else self.random.randint(2, 12)):
             self.random.choices(kinds, weights)[0]()
         if not any(isinstance(step, Call | Block) for step in self.steps):
             self.add_call()
         while self.oracle.pending and not (self.lockstep and self.chance(0.2)):
             self.add_wait()
-        return Program(
+        program = Program(
             self.seed,
             self.world,
             tuple(self.steps),
@@ -98,6 +107,8 @@ class Builder:
             checked=self.chance(0.25),
             deadline=30 * self.chance(0.2),
         )
+        # Another entry of a batch may come to a tie, or to numbers that are too large.
+        return program if has_meaning(program) else program.but(ending="grad")
 
     def loss(self) -> tuple:
         names = [name for name in self.oracle.env if name not in self.hidden]
@@ -178,7 +189,7 @@ class Builder:
         if not names:
             return ""
         code = self.random.choice(codes)
-        if "cat" in code and self.all_need:
+        if "cat" in code and self.is_second:
             return ""  # of an empty vector torch.cat has no second derivative, not even zeros
         inputs = (name or self.random.choice(names), self.random.choice(names))
         inputs = inputs[: 2 if "{1}" in code else 1]
@@ -191,6 +202,9 @@ class Builder:
     def add_strides(self) -> None:
         names = self.names()
         step = Local(self.fresh(), self.random.choice(STRIDES), (self.random.choice(names),))
+        flat = next(iter(self.oracle.env[step.inputs[0]].values())).dim() == 0
+        if flat and self.ending.startswith("vmap"):
+            return  # torch.func.vmap knows no dim 0 of a number
         if self.attempt(step):
             self.inherit(step.out, step.inputs, step.code)
 
@@ -200,7 +214,7 @@ class Builder:
         name = self.random.choice(exact if exact and self.chance(0.6) else self.names())
         if self.is_float(name):
             # Rounded gradients, and the sine of them in a penalty, are no second derivative to compare.
-            exact_enough = name in self.exact and self.ending != "second"
+            exact_enough = name in self.exact and self.ending in {"together", "each", "tie"}
             codes = DTYPES if exact_enough else DTYPES[3:]
             code = self.random.choice(codes)
         else:
@@ -259,7 +273,9 @@ class Builder:
             self.attempt(Change(self.random.choice(call.outs), change))
 
     def add_call(self) -> None:
-        call = self.make_call(async_allowed=True)
+        call = self.make_call(async_allowed=not self.transforms)
+        if self.transforms:
+            return
         if call and self.chance(0.2) and not call.handle and call.outs[0] not in self.opaque:
             self.attempt(Change(call.outs[0], HOOK))
 

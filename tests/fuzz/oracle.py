@@ -247,6 +247,10 @@ def refuse_extremes(values, *, infinite_allowed: bool = False) -> None:
 
 def run_oracle(program: Program) -> tuple[Results, Writer]:
     """Values, first and second derivatives; and the program as Python."""
+    if program.is_transformed:
+        from fuzz import transforms
+
+        return transforms.run_oracle(program)
     oracle = Oracle(program.world)
     for step in program.body:
         oracle.run(step)
@@ -258,13 +262,7 @@ def run_oracle(program: Program) -> tuple[Results, Writer]:
     wanted = [(name, r) for name, r in leaves if oracle.env[name][r].requires_grad]
     inputs = [oracle.env[name][r] for name, r in wanted]
     second_order = program.ending == "second"
-    terms = [
-        prelude.use(oracle.env[name][r], r)
-        for loss in program.losses
-        for r, names in enumerate(loss)
-        for name in names or ()
-        if r in oracle.env[name]
-    ]
+    terms = [term for by in losses_by_rank(program, oracle) for term in by]
     grads = differentiate(terms, inputs, create_graph=second_order)
     results.first = by_name(wanted, [None if g is None else g.detach() for g in grads])
     if second_order:
@@ -274,11 +272,26 @@ def run_oracle(program: Program) -> tuple[Results, Writer]:
     return results, writer
 
 
-def differentiate(terms, inputs, *, create_graph=False):
+def losses_by_rank(program: Program, oracle: Oracle) -> list[list[torch.Tensor]]:
+    """The terms of each rank's loss."""
+    return [
+        [
+            prelude.use(oracle.env[name][r], r)
+            for loss in program.losses
+            for name in loss[r] or ()
+            if r in oracle.env[name]
+        ]
+        for r in range(program.world)
+    ]
+
+
+def differentiate(terms, inputs, *, create_graph=False, retain_graph=None):
     terms = [term for term in terms if term.requires_grad]
     if not terms or not inputs:
         return [None] * len(inputs)
-    return torch.autograd.grad(sum(terms), inputs, create_graph=create_graph, allow_unused=True)
+    return torch.autograd.grad(
+        sum(terms), inputs, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
+    )
 
 
 def by_name(places, tensors) -> dict[str, dict[int, torch.Tensor]]:

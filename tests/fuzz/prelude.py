@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 
 class Pair(NamedTuple):
@@ -55,6 +56,24 @@ def history(nodes):
     x = torch.zeros((), requires_grad=True)
     for _ in range(nodes):
         x = x + 1
+
+
+def tangent(rank, shape, seed):
+    """A direction of its own for every leaf of every rank."""
+    random = torch.Generator().manual_seed(1000 * seed + rank + 500)
+    return torch.randn(shape, generator=random, dtype=torch.float64)
+
+
+def along(gradients, tangents):
+    return sum((g * t).sum() for g, t in zip(gradients, tangents, strict=True))
+
+
+def duals(function, xs, tangents):
+    """The tangent of a function of dual numbers."""
+    with forward_ad.dual_level():
+        made = [forward_ad.make_dual(x, t) for x, t in zip(xs, tangents, strict=True)]
+        value, moved = forward_ad.unpack_dual(function(*made))
+        return (torch.zeros_like(value) if moved is None else moved,)
 
 
 def use(x, rank):

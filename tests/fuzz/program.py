@@ -99,7 +99,8 @@ class Program:
     """Steps, and what is differentiated afterwards.
 
     losses: for each loss, by rank, the variables in it; ``None`` where a rank has none.
-    ending: "each" (a backward for each loss), "together" (one for all), "tie", "second".
+    ending: "each" (a backward for each loss), "together" (one for all), "tie", "second", or one of
+    ``transforms``.
     """
 
     seed: int
@@ -110,6 +111,10 @@ class Program:
     lockstep: bool = False
     checked: bool = False
     deadline: float = 0  # seconds
+
+    @property
+    def is_transformed(self) -> bool:
+        return self.ending not in {"each", "together", "tie", "second"}
 
     @property
     def backward_inside(self) -> bool:
@@ -185,6 +190,8 @@ UNNESTS = {
 class Writer:
     """Writes a program as Python; the oracle that ran it knows who holds what."""
 
+    option = ""  # that replays such a program
+
     def __init__(self, program: Program, oracle) -> None:
         self.program, self.oracle = program, oracle
 
@@ -194,31 +201,38 @@ class Writer:
         context = ["ag.checked()"] * program.checked + [f"ag.deadline({program.deadline})"] * (
             program.deadline > 0
         )
-        steps = "\n".join(self.step(step) for step in program.body)
-        if program.lockstep:
-            inside, after = self._ending_in_lockstep()
-            steps = f"with ag.lockstep() as step:\n{indent(steps, '    ')}{inside}\n{after}"
-        else:
-            steps += "\n" + self._ending()
+        steps = self.steps()
         if context:
             steps = f"with {', '.join(context)}:\n{indent(steps, '    ')}"
         return steps
+
+    def steps(self) -> str:
+        """The program inside of its contexts."""
+        steps = "\n".join(self.step(step) for step in self.program.body)
+        if self.program.lockstep:
+            inside, after = self._ending_in_lockstep()
+            return f"with ag.lockstep() as step:\n{indent(steps, '    ')}{inside}\n{after}"
+        return steps + "\n" + self._ending()
 
     def script(self, note: str = "") -> str:
         """A file of its own that prints what each rank gets."""
         used = {call.comm for call in self.program.calls()} - {"world"}
         groups = {make_comm(name, self.program.world): None for name in sorted(used)}
-        grads = ", ".join(f'"{x.out}.grad": {x.out}.grad' for x in self.program.leaves())
-        lines = ["rank, world = dist.get_rank(), None", *groups, self.body(), f"return {{{grads}}}"]
+        lines = ["rank, world = dist.get_rank(), None", *groups, self.body(), self.returned()]
         faulty = "misbehave(" in self.body()
         helpers = [prelude, misbehave] if faulty else [prelude]
         return SCRIPT.format(
             note=indent(note, "# ", lambda _: True),
-            replay=f"{'--faults ' * faulty}--seed {self.program.seed}",
+            replay=f"{'--faults ' * faulty}{self.option}--seed {self.program.seed}",
             prelude="\n\n".join(inspect.getsource(m).partition("\n\n")[2] for m in helpers),
             body=indent("\n".join(lines), "    "),
             world=self.program.world,
         )
+
+    def returned(self) -> str:
+        """What a script shows of each rank."""
+        grads = ", ".join(f'"{x.out}.grad": {x.out}.grad' for x in self.program.leaves())
+        return f"return {{{grads}}}"
 
     def step(self, step) -> str:
         ranks = self.oracle.ranks[id(step)]
@@ -288,7 +302,7 @@ class Writer:
             call = f"checkpoint(block_{s.out}, {s.input}, use_reentrant={reentrant})"
         return f"{function}{s.out} = {call}"
 
-    def _losses(self) -> list[str]:
+    def losses(self) -> list[str]:
         """Python that makes loss_0, loss_1, ... on this rank."""
         lines = []
         for i, loss in enumerate(self.program.losses):
@@ -316,7 +330,7 @@ class Writer:
 
     def _ending(self) -> str:
         losses = [f"loss_{i}" for i in range(len(self.program.losses))]
-        lines = self._losses()
+        lines = self.losses()
         if self.program.ending == "second":
             lines.append(f"({' + '.join(losses)}).backward(create_graph=True)")
             lines += self._second("penalty.backward()")
@@ -329,7 +343,7 @@ class Writer:
     def _ending_in_lockstep(self) -> tuple[str, str]:
         losses = [f"loss_{i}" for i in range(len(self.program.losses))]
         given = f"[x for x in ({', '.join(losses)},) if isinstance(x, torch.Tensor)]"
-        lines = self._losses()
+        lines = self.losses()
         if self.program.ending == "second":
             lines.append(f"step.backward({given}, create_graph=True)")
             lines += self._second("step.backward(penalty if first else None)")
@@ -359,6 +373,7 @@ SCRIPT = """\
 # Replay: python tests/fuzz {replay}
 import torch
 import torch.distributed as dist
+from torch import func
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 

@@ -17,6 +17,7 @@ from fuzz.fitting import (
     ways_to_tell_sizes,
 )
 from fuzz.program import NESTS, Call
+from fuzz.transforms import is_adjoint
 
 if TYPE_CHECKING:
     from fuzz.generate import Builder
@@ -77,7 +78,10 @@ def propose(builder: Builder, name: str, *, linear: bool, in_block: bool) -> Cal
     grads = ["same"] * (what in SAME_GRAD) + ["none"] * (what != "gather_sizes" and not in_block)
     if grads and builder.chance(0.25):
         args["grad"] = rng.choice(grads)
-    if builder.all_need and args.get("grad") == "none":
+    promised = what in {"share", "split"} or args.get("grad") == "same"
+    if promised and builder.transforms and not is_adjoint(builder.ending):
+        return None  # the gradient is what ranks promise, and not the adjoint of the tangent
+    if builder.is_second and builder.all_need and args.get("grad") == "none":
         # What is made of the result has no leaf below it: whether a rank's second backward comes
         # to it depends on what else the rank did with it (seed 31436).
         return None

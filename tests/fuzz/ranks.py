@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import func
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -49,7 +50,7 @@ class Source:
 
     @classmethod
     def of(cls, program: Program, results: Results, writer: Writer) -> Source:
-        leaves = tuple(x.out for x in program.leaves())
+        leaves = () if program.is_transformed else tuple(x.out for x in program.leaves())
         name = f"<program {program.seed}>"
         return cls(name, writer.body(), tuple(results.values), leaves)
 
@@ -129,7 +130,13 @@ def surroundings() -> dict[str, object]:
     """The names that a program finds, made on every rank."""
     warnings.filterwarnings("ignore", message=".*create_graph=True will create a reference cycle")
     names = make_groups(dist.get_world_size()) | vars(prelude)
-    return names | {"ag": ag, "torch": torch, "checkpoint": checkpoint, "rank": dist.get_rank()}
+    return names | {
+        "ag": ag,
+        "torch": torch,
+        "func": func,
+        "checkpoint": checkpoint,
+        "rank": dist.get_rank(),
+    }
 
 
 def perform(sources: Sequence[Source]) -> list[dict]:

@@ -8,13 +8,16 @@ from fuzz.coverage import Coverage, describe, features
 from fuzz.generate import generate
 from fuzz.minimise import minimise
 from fuzz.ranks import check
+from fuzz.transforms import ENDINGS
 
 PROGRAMS = 240
+TRANSFORMED = 100
 FAULTS = 3
 
 
-def programs_of(world, seeds=PROGRAMS):
-    return [p for p in map(generate, range(seeds)) if p.world == world]
+def programs_of(world, seeds=PROGRAMS, **kind):
+    programs = (generate(seed, **kind) for seed in range(seeds))
+    return [program for program in programs if program.world == world]
 
 
 @pytest.mark.timeout(180)
@@ -22,6 +25,14 @@ def programs_of(world, seeds=PROGRAMS):
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_ranks_agree_with_one_process(world, half):
     for find in check(programs_of(world)[half::2]):
+        short = minimise(find, seconds=60)
+        pytest.fail(describe(short.program, short.how), pytrace=False)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_transforms_on_ranks_agree_with_one_process(world):
+    for find in check(programs_of(world, TRANSFORMED, transforms=True)):
         short = minimise(find, seconds=60)
         pytest.fail(describe(short.program, short.how), pytrace=False)
 
@@ -36,6 +47,11 @@ def test_every_rank_ends_when_one_misbehaves(seed):
 
 def test_a_seed_gives_one_program():
     assert [generate(seed) for seed in range(40)] == [generate(seed) for seed in range(40)]
+
+
+def test_every_transform_is_in_the_share():
+    programs = [p for world in (2, 3, 4) for p in programs_of(world, TRANSFORMED, transforms=True)]
+    assert {program.ending for program in programs} == set(ENDINGS)
 
 
 def test_every_feature_is_in_the_share():
