@@ -6,6 +6,7 @@ python tests/fuzz/mutations.py 3 7      some, by number
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -97,6 +98,18 @@ MUTATIONS = (
         "self._last, *results = node(self._last)",
         "self._last, *results = node(self._first)",
     ),
+    (
+        "a wrong tangent",
+        "_autograd/transforms.py",
+        "return tuple(_apply_to_batch(ctx.pair, tangents))",
+        "return tuple(2 * t for t in _apply_to_batch(ctx.pair, tangents))",
+    ),
+    (
+        "a batch in a wrong place",
+        "_autograd/transforms.py",
+        "else x.movedim(dim, -1)",
+        "else x.movedim(dim, -1).flip(-1)",
+    ),
 )
 
 
@@ -130,10 +143,11 @@ def caught(number: int) -> bool:
 def run_share() -> None:
     """The programs that the suite runs, up to the first find."""
     from fuzz.ranks import check
-    from fuzz.test_fuzz import programs_of
+    from fuzz.test_fuzz import TRANSFORMED, programs_of
 
     for world in (2, 3, 4, 1):
-        for find in check(programs_of(world)):
+        transformed = programs_of(world, TRANSFORMED, transforms=True)
+        for find in itertools.chain(check(programs_of(world)), check(transformed)):
             sys.exit(f"seed {find.program.seed}: {find.how}")
 
 
