@@ -70,6 +70,8 @@ def features(program: Program) -> set[str]:
         found.add("several losses")
     if any(by is None for loss in program.losses for by in loss):
         found.add("a rank without loss")
+    if program.compiled_on:
+        found.add("compiled transform")
     for step in program.body:
         if isinstance(step, Leaf):
             found.add(f"numbers: {step.kind}")

@@ -105,7 +105,8 @@ class Builder:
             self.ending,
             self.lockstep,
             checked=self.chance(0.25),
-            deadline=30 * self.chance(0.2),
+            deadline=30 * self.chance(0.2) * (not self.compiled or not self.transforms),
+            compiled_on=self.compiling_ranks() if self.transforms and self.compiled else (),
         )
         # Another entry of a batch may come to a tie, or to numbers that are too large.
         return program if has_meaning(program) else program.but(ending="grad")
@@ -189,8 +190,8 @@ class Builder:
         if not names:
             return ""
         code = self.random.choice(codes)
-        if "cat" in code and self.is_second:
-            return ""  # of an empty vector torch.cat has no second derivative, not even zeros
+        if "cat" in code and (self.is_second or (self.transforms and self.compiled)):
+            return ""  # of an empty vector torch.cat has no second derivative, and no graph
         inputs = (name or self.random.choice(names), self.random.choice(names))
         inputs = inputs[: 2 if "{1}" in code else 1]
         step = Local(self.fresh(), code, inputs)
@@ -307,7 +308,7 @@ class Builder:
             wrap = "checkpoint"
         if not self.one_group and {wrap, *self.wraps()} >= {"thread", "checkpoint"}:
             return
-        ranks = tuple(r for r in range(self.world) if wrap == "compile" and self.chance(0.7))
+        ranks = self.compiling_ranks() if wrap == "compile" else ()
         out = self.fresh()
         codes = ["{0} * {0}", "{0} * 1.5"]
         result = Local(out + "_", self.random.choice(codes), call.outs)
@@ -320,6 +321,9 @@ class Builder:
             self.need_grad.add(out)
             if self.lockstep:  # its recomputation happens only where something needs it
                 self.forced.add(out)
+
+    def compiling_ranks(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.world) if self.chance(0.7))
 
     def wraps(self) -> set[str]:
         return {step.wrap for step in self.steps if isinstance(step, Block)}

@@ -111,6 +111,7 @@ class Program:
     lockstep: bool = False
     checked: bool = False
     deadline: float = 0  # seconds
+    compiled_on: tuple[int, ...] = ()  # ranks that compile the transform in which it ends
 
     @property
     def is_transformed(self) -> bool:

@@ -65,7 +65,11 @@ class TransformWriter(Writer):
         if "tangents" in ENDINGS[program.ending]:
             made = (f"tangent(rank, {by_rank(x.shapes)}, {x.seed})" for x in moving)
             lines.append(f"tangents = ({', '.join(made)},)")
-        lines.append(f"{', '.join(self._results())}, = {ENDINGS[program.ending]}")
+        lines.append(f"def whole(*leaves):\n    return {ENDINGS[program.ending]}\n")
+        compiled = 'torch.compile(whole, backend="aot_eager")'
+        if program.compiled_on:
+            lines.append(f"if rank in {set(program.compiled_on)}:\n    whole = {compiled}")
+        lines.append(f"{', '.join(self._results())}, = whole(*leaves)")
         return "\n".join(lines)
 
     def returned(self) -> str:
