@@ -196,6 +196,71 @@ def test_waiting_again_after_an_interrupt(rank, monkeypatch):
     same(x.grad, torch.full_like(x, 2.0).detach(), "the gradient")
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def interrupt_while_it_waits(handle):
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    signal.signal(signal.SIGALRM, before)
+
+
+def interrupt_at_its_end(handle):
+    def forget_and_interrupt(*args, forget=started_calls.forget):
+        forget(*args)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(started_calls, "forget", forget_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            handle.wait()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("interrupt_wait", [interrupt_while_it_waits, interrupt_at_its_end])
+def test_an_interrupted_wait_keeps_its_place(rank, world, interrupt_wait):
+    """Backward runs in one order, also where one rank was interrupted and waited again after a later call."""
+    a, b = leaf(random((4,), rank)), leaf(random((4,), 10 + rank))
+    dist.barrier()
+    time.sleep(2.0 * (rank == 1))
+    handle = ag.all_reduce(a, async_op=True)
+    if rank == 0:
+        interrupt_wait(handle)
+    else:
+        handle.wait()
+    later = ag.all_reduce(b)
+    ((rank + 1.0) * handle.wait() + (rank + 10.0) * later).sum().backward()
+    same(a.grad, torch.full_like(a, sum(r + 1.0 for r in range(world))).detach(), "the first")
+    same(b.grad, torch.full_like(b, sum(r + 10.0 for r in range(world))).detach(), "the second")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_wait_that_is_interrupted_at_its_end(rank, requires_grad, monkeypatch):
+    real, interrupted = async_calls.PendingCall.wait, []
+
+    def wait_and_interrupt(pending):
+        results = real(pending)
+        if not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        return results
+
+    monkeypatch.setattr(async_calls.PendingCall, "wait", wait_and_interrupt)
+    x = random((4,), rank).requires_grad_(requires_grad)
+    handle = ag.all_reduce(x, async_op=True, grad="sum" if requires_grad else "none")
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    y = handle.wait()
+    same(y.detach(), random((4,), 0) + random((4,), 1), "the value")
+    if requires_grad:
+        y.sum().backward()
+        same(x.grad, torch.full_like(x, 2.0).detach(), "the gradient")
+
+
 @pytest.mark.ranks(2)
 def test_compute_runs_while_the_call_does(rank):
     """The call is held up until the main thread has computed: it could not end if they took turns."""

@@ -79,10 +79,24 @@ class DoneHandle(Handle[T]):
 class StartedHandle(Handle[T]):
     """The handle of a differentiable call."""
 
-    def __init__(self, finish: Callable[[], T]) -> None:
-        """Not in the place of its start, unless that is asked for."""
+    def __init__(self, finish: Callable[[], T], forget: Callable[[], None]) -> None:
+        """``forget`` is called once the result is here. Not in the place of its start, unless that is
+        asked for.
+        """
         super().__init__(finish)
+        self._forget: Callable[[], None] | None = forget
         self.is_in_place = False
+
+    def wait(self) -> T:
+        """The result, once it is here."""
+        result = super().wait()
+        # Not before the result is kept: an interrupted wait begins again
+        # (test_an_interrupted_wait_keeps_its_place).
+        forget = self._forget
+        if forget is not None:
+            forget()
+            self._forget = None
+        return result
 
     def finish_in_place(self) -> None:
         """Finish it for the sake of a compiled call; in backward it comes where it was started."""
@@ -113,10 +127,15 @@ class PendingCall:
 
     def wait(self) -> tuple[Tensor, ...]:
         assert self._future is not None
-        results = self._future.result()
-        # Kept here, the results would keep themselves alive: their graph holds this call.
+        return self._future.result()
+
+    def has_failed(self) -> bool:
+        future = self._future
+        return future is not None and future.done() and future.exception() is not None
+
+    def forget_results(self) -> None:
+        """Once they are in a graph, which holds this call: they would keep themselves alive."""
         self._future = None
-        return results
 
 
 def start(
@@ -156,10 +175,16 @@ def start(
                 if handle.is_in_place and chain is None:
                     call_order.move(results[0].grad_fn, place)
                 return results
-        finally:
-            started_calls.forget(group, handle)
+        except BaseException:
+            if pending.has_failed():
+                started_calls.forget(group, handle)
+            raise
 
-    handle = StartedHandle(finish)
+    def forget() -> None:
+        started_calls.forget(group, handle)
+        pending.forget_results()
+
+    handle = StartedHandle(finish, forget)
     started_calls.add(group, handle)
     if chain is not None:
         chain.add_pending(handle.wait)
@@ -186,8 +211,10 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor | None, ...]:
         batch, ctx.pending.batch = ctx.pending.batch, None
-        found = _finished(ctx.pending.adjoint, ticket) if batch is None else batch
-        return None, anchor_gradient(ctx), *found
+        if batch is None:
+            batch = _finished(ctx.pending.adjoint, ticket)
+            ctx.pending.adjoint.forget_results()
+        return None, anchor_gradient(ctx), *batch
 
 
 @call_order.ordered
