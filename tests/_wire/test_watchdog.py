@@ -316,3 +316,22 @@ def test_a_mismatch_is_found_while_other_threads_make_calls():
     found = run_ranks(differ_behind_other_calls, 3, timeout=40)
     assert all("the ranks bring different tensors to one call" in text for text, _ in found), found
     assert [value for _, value in found] == [3.0] * 3
+
+
+def look_at(wait, seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        watchdog._compare(wait, alone=False)
+        time.sleep(0.02)
+
+
+@pytest.mark.ranks(3)
+def test_a_wait_that_is_over_is_not_compared(rank, world):
+    """The watchdog comes to it when its rank is in the next call, which has another number and shape."""
+    over = primitives.resolve("all_reduce", None), torch.ones(2), time.monotonic()
+    ag.all_reduce(torch.ones(2))
+    with ThreadPoolExecutor(1) as pool:
+        if rank == 0:
+            pool.submit(look_at, over, 3.5)
+        time.sleep(4 * (rank == 2))
+        assert ag.broadcast(torch.ones(3), src=2).tolist() == [1, 1, 1]
