@@ -172,6 +172,50 @@ def test_wrong_losses_are_named(rank):
     step.backward()
 
 
+def raises_inside():
+    with ag.lockstep():
+        raise ZeroDivisionError
+
+
+ERROR = ValueError("one object, raised in every block")
+
+
+def raises_one_object():
+    raise ERROR
+
+
+def sums():
+    return ag.all_reduce(torch.ones(2))
+
+
+# What rank 1 does in a block, the others meanwhile, and what rank 1 raises.
+TOLD = {
+    "in a block inside": (raises_inside, sums, ZeroDivisionError),
+    "by a call": (lambda: ag.all_reduce(torch.ones(2), op="no"), sums, errors.ReductionError),
+    "by join": (
+        lambda: list(ag.join(1 / 0 for _ in range(2))),
+        lambda: list(ag.join([torch.ones(2)])),
+        ZeroDivisionError,
+    ),
+    "by the program": (raises_one_object, sums, ValueError),
+}
+
+
+def in_a_block(call):
+    with ag.lockstep():
+        sums()
+        call()
+
+
+@pytest.mark.ranks(3)
+def test_an_error_that_leaves_several_blocks_is_told_once(rank, world):
+    with ag.deadline(5), ag.checked(sites=False):
+        for fails, others, error in [*TOLD.values(), *TOLD.values()]:
+            with pytest.raises(error if rank == 1 else errors.RankRaised):
+                in_a_block(fails if rank == 1 else others)
+            assert sums().tolist() == [world, world]
+
+
 @pytest.mark.ranks(2)
 def test_modes_that_lockstep_cannot_order_are_refused(rank):
     x = piece(0).detach()

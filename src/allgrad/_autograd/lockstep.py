@@ -10,14 +10,7 @@ from torch import Tensor
 
 from allgrad._autograd.backward_order import Chain
 from allgrad._wire import consistency, deadline, diagnosis
-from allgrad.errors import (
-    CollectiveMismatch,
-    InputError,
-    ModeError,
-    RankLate,
-    RankLost,
-    RankRaised,
-)
+from allgrad.errors import InputError, ModeError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -95,8 +88,8 @@ def lockstep() -> Generator[Step]:
     on every rank, or ``loss = step.tie(loss)`` before a framework's own backward.
 
     An error inside the block on one rank ends the block on all of them with that rank's message:
-    at once when calls are checked, otherwise within a second. Without checks the group cannot be
-    used after that.
+    at once when calls are checked and the block has made some, all of one group, which can be used
+    after that. Otherwise within a second, and no group can be used any more.
 
     Blocks may be nested and repeated; each goes backward through its own collectives.
     """
@@ -110,11 +103,11 @@ def lockstep() -> Generator[Step]:
         try:
             yield Step(chain)
             chain.wait_for_pending()
-        except (CollectiveMismatch, RankLate, RankLost, RankRaised):
-            raise  # the other ranks know
         except BaseException as error:  # a KeyboardInterrupt, too, leaves other ranks waiting
             calls = list(used.values())
-            if consistency.is_checking() and len(calls) == 1:
+            if diagnosis.is_known(error):
+                pass
+            elif consistency.is_checking() and len(calls) == 1:
                 consistency.report_failure(calls[0], error)
             else:
                 diagnosis.publish_failure(error)

@@ -254,6 +254,7 @@ def report_failure(call: Call, error: BaseException) -> None:
             _agree(call, mine, torch.device("cpu"))
 
     call_queue.in_turn(answer, call.group.queue)
+    diagnosis.mark_known(error, call)
 
 
 def _agree(

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "explain",
+    "is_known",
+    "mark_known",
     "publish_failure",
     "raise_published",
     "raised_on",
@@ -60,6 +62,9 @@ _LOST = (
     *("connection", "broken pipe", "socket", "read error"),
     *("no route to host", "unreachable", "network is down"),
 )
+
+_ON_EVERY_RANK = CollectiveMismatch, RankLate, RankLost, RankRaised
+_KNOWN = "allgrad_known"  # an attribute of errors: group, and the calls made on it
 
 _last_agreed: dict[tuple[str, int], Sequence[str]] = {}  # by group and its size, then by rank
 _published = False
@@ -92,6 +97,19 @@ def _register(store: Any, rank: int) -> None:
 def remember_agreed(call: Call, by_rank: Sequence[str]) -> None:
     """Keep what the ranks last agreed on, to show it for one that does not come again."""
     _last_agreed[call.group.name, call.size] = by_rank
+
+
+def mark_known(error: BaseException, call: Call) -> None:
+    """The other ranks were told in this call of an error that is about to be raised, and raise too."""
+    error.__dict__[_KNOWN] = call.group, call.group.calls
+
+
+def is_known(error: BaseException) -> bool:
+    """Tell whether the other ranks raise for the same reason: told again, they would do so twice
+    (test_an_error_that_leaves_several_blocks_is_told_once). An object may be raised again later.
+    """
+    group, calls = error.__dict__.get(_KNOWN, (None, 0))
+    return isinstance(error, _ON_EVERY_RANK) or (group is not None and group.calls == calls)
 
 
 def publish_failure(error: BaseException, group: Group | None = None) -> None:

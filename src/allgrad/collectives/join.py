@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from allgrad._wire import primitives as wire
 from allgrad._wire.codec import HEADER_WORDS, Reader, Writer
+from allgrad._wire.diagnosis import mark_known
 from allgrad.containers.kinds import nodes
 from allgrad.containers.nests import map_tensors, tensors
 from allgrad.errors import InputError, RankRaised, rank_table
@@ -94,6 +95,7 @@ def join(
         states, sizes = _exchange(call, found.state, found.rows)
         if found.state is _State.RAISED:
             assert found.error is not None
+            mark_known(found.error, call)
             raise found.error
         _require_batches(states, sizes, found.error)
         if all(s in {_State.DONE, _State.NEVER} for s in states):
