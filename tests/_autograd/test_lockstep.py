@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 import weakref
 
 import pytest
@@ -214,6 +215,26 @@ def test_an_error_that_leaves_several_blocks_is_told_once(rank, world):
             with pytest.raises(error if rank == 1 else errors.RankRaised):
                 in_a_block(fails if rank == 1 else others)
             assert sums().tolist() == [world, world]
+
+
+def block_of_a_generator():
+    with ag.lockstep() as step:
+        ag.all_reduce(torch.ones(2))
+        yield step
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", [ag.checked, ag.lockstep])
+def test_a_generator_that_is_closed_inside_a_block_is_no_failure(rank, world, mode):
+    """Python closes it when nobody holds it any more, which is not the same moment on every rank."""
+    with ag.deadline(5), mode():
+        held = block_of_a_generator()
+        next(held)
+        if rank == 1:
+            held.close()
+            time.sleep(1.2)
+        assert ag.all_reduce(torch.ones(2)).tolist() == [world, world]
+        held.close()
 
 
 @pytest.mark.ranks(2)

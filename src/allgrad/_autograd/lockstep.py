@@ -103,6 +103,8 @@ def lockstep() -> Generator[Step]:
         try:
             yield Step(chain)
             chain.wait_for_pending()
+        except GeneratorExit:  # a generator that is closed leaves the block, as by a return
+            raise
         except BaseException as error:  # a KeyboardInterrupt, too, leaves other ranks waiting
             calls = list(used.values())
             if diagnosis.is_known(error):
