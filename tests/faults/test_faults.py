@@ -3,6 +3,8 @@
 import json
 import os
 import runpy
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -115,7 +117,21 @@ def test_the_group_works_after_a_mismatch(rank):
     assert ag.all_gather(torch.ones(rank)).shape == (3,)
 
 
-@pytest.mark.parametrize("seconds", [0, -1, "soon", float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "seconds", [0, -1, "soon", "", float("nan"), float("inf"), pytest.param(10**400, id="huge")]
+)
 def test_a_deadline_is_a_time(seconds):
     with pytest.raises(allgrad.errors.InputError, match="is not a time"), ag.deadline(seconds):
         pass
+
+
+def test_an_empty_variable_sets_no_deadline():
+    program = "import allgrad as ag; assert ag._wire.deadline.seconds_allowed() is None"
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "ALLGRAD_DEADLINE": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr

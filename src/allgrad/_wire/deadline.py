@@ -46,7 +46,7 @@ _UNUSED_TAG = 0x7FFF
 def _seconds(value: object, where: str) -> float:
     try:
         seconds = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         seconds = -1.0
     if not 0 < seconds < 1e7:
         raise InputError(f"{where}={value!r} is not a time.\nGive seconds, more than 0.")
@@ -58,7 +58,7 @@ class _State:
 
     def __init__(self) -> None:
         given = os.environ.get(_ENVIRONMENT)
-        of_program = None if given is None else _seconds(given, _ENVIRONMENT)
+        of_program = _seconds(given, _ENVIRONMENT) if given else None
         self.deadlines: Blocks[float] = Blocks(of_program, self._update, self._end_deadline)
         self.listeners: Blocks[dict[Any, Call]] = Blocks(None, self._update, self._update)
         self.no_deadline = True  # no call of any thread has one, or listens
@@ -86,6 +86,9 @@ def deadline(seconds: float | None) -> Generator[None]:
     When a rank does not come, the others raise ``RankLate`` with its number; when its connection
     is gone, ``RankLost``, at once. The group cannot be used after either: destroy it and start
     again. ``None`` lifts an outer deadline. ``ALLGRAD_DEADLINE`` sets one for the whole program.
+
+    An async call has the deadline of the place where it was started; a call that comes after it in
+    the same group first waits for it.
     """
     if torch.compiler.is_compiling():
         raise ModeError(
