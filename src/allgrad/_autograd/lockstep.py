@@ -89,7 +89,7 @@ def lockstep() -> Generator[Step]:
 
     An error inside the block on one rank ends the block on all of them with that rank's message:
     at once when calls are checked and the block has made some, all of one group, which can be used
-    after that. Otherwise within a second, and no group can be used any more.
+    after that. Otherwise within a second, and the group of a call that ended so cannot.
 
     Blocks may be nested and repeated; each goes backward through its own collectives.
     """
