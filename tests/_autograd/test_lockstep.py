@@ -1,6 +1,7 @@
 """lockstep: nested, repeated, twice differentiated, checkpointed, and gone when it is done."""
 
 import gc
+import signal
 import threading
 import time
 import weakref
@@ -215,6 +216,30 @@ def test_an_error_that_leaves_several_blocks_is_told_once(rank, world):
             with pytest.raises(error if rank == 1 else errors.RankRaised):
                 in_a_block(fails if rank == 1 else others)
             assert sums().tolist() == [world, world]
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def interrupted_in_its_second_call(rank):
+    if rank == 1:
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with ag.deadline(20), ag.checked(), ag.lockstep():
+        sums()
+        time.sleep(0.0 if rank == 1 else 1.5)
+        sums()
+
+
+@pytest.mark.ranks(3)
+def test_an_interrupt_inside_a_checked_call_ends_it_on_all_ranks(rank):
+    """Rank 1 is interrupted while it waits for the others, who then come to the same call."""
+    sums()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt if rank == 1 else errors.RankRaised):
+        interrupted_in_its_second_call(rank)
+    assert time.monotonic() - began < 10
 
 
 def block_of_a_generator():

@@ -89,7 +89,8 @@ def lockstep() -> Generator[Step]:
 
     An error inside the block on one rank ends the block on all of them with that rank's message:
     at once when calls are checked and the block has made some, all of one group, which can be used
-    after that. Otherwise within a second, and the group of a call that ended so cannot.
+    after that. Otherwise, and when a call itself was interrupted, within a second, and the group of a
+    call that ended so cannot.
 
     Blocks may be nested and repeated; each goes backward through its own collectives.
     """
@@ -106,7 +107,7 @@ def lockstep() -> Generator[Step]:
         except GeneratorExit:  # a generator that is closed leaves the block, as by a return
             raise
         except BaseException as error:  # a KeyboardInterrupt, too, leaves other ranks waiting
-            calls = list(used.values())
+            calls = [] if diagnosis.is_inside_call(error) else list(used.values())
             if diagnosis.is_known(error):
                 pass
             elif consistency.is_checking() and len(calls) == 1:

@@ -182,10 +182,12 @@ def _agree_first(sites: bool, call: Call, planned: WireCall) -> Generator[None]:
         )
         try:
             _agree(call, mine, planned.device, planned, sites)
-        except CollectiveMismatch as error:
-            observers.refuse(call, planned, error)
+            yield
+        except BaseException as error:
+            if isinstance(error, CollectiveMismatch):
+                observers.refuse(call, planned, error)
+            diagnosis.mark_inside_call(error)
             raise
-        yield
 
 
 def _blocks(call: Call, planned: WireCall) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "explain",
+    "is_inside_call",
     "is_known",
+    "mark_inside_call",
     "mark_known",
     "publish_failure",
     "raise_published",
@@ -64,7 +66,8 @@ _LOST = (
 )
 
 _ON_EVERY_RANK = CollectiveMismatch, RankLate, RankLost, RankRaised
-_KNOWN = "allgrad_known"  # an attribute of errors: group, and the calls made on it
+# Attributes of errors: the group in which others were told, and the calls made on it; true.
+_KNOWN, _INSIDE = "allgrad_known", "allgrad_inside"
 
 _last_agreed: dict[tuple[str, int], Sequence[str]] = {}  # by group and its size, then by rank
 _published = False
@@ -110,6 +113,18 @@ def is_known(error: BaseException) -> bool:
     """
     group, calls = error.__dict__.get(_KNOWN, (None, 0))
     return isinstance(error, _ON_EVERY_RANK) or (group is not None and group.calls == calls)
+
+
+def mark_inside_call(error: BaseException) -> None:
+    """An error that ends this rank's part in a call, which the others may be in."""
+    error.__dict__[_INSIDE] = True
+
+
+def is_inside_call(error: BaseException) -> bool:
+    """Tell whether the other ranks may wait in a call, where a check of the next one is not heard
+    (test_an_interrupt_inside_a_checked_call_ends_it_on_all_ranks).
+    """
+    return _INSIDE in error.__dict__
 
 
 def publish_failure(error: BaseException, group: Group | None = None) -> None:
