@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import allgrad as ag
 from allgrad import errors
+from allgrad._autograd.backward_order import current_chain
 from exactness import grads, leaf, loss, random, same
 
 
@@ -260,6 +261,27 @@ def test_a_generator_that_is_closed_inside_a_block_is_no_failure(rank, world, mo
             time.sleep(1.2)
         assert ag.all_reduce(torch.ones(2)).tolist() == [world, world]
         held.close()
+
+
+def empty_block():
+    with ag.lockstep() as step:
+        yield step
+
+
+@pytest.mark.ranks(2)
+def test_blocks_of_one_thread_end_in_any_order(rank, world):
+    x = leaf(random((3,), rank))
+    first, second = empty_block(), empty_block()
+    next(first)
+    step = next(second)
+    assert next(first, None) is None
+    y = ag.all_reduce(x)  # in the second block, which is open
+    assert next(second, None) is None
+    assert current_chain() is None
+    with ag.deadline(5):
+        step.backward(loss(y, 1) if rank else None)
+    total = sum(random((3,), r) for r in range(world)).requires_grad_()
+    same(x.grad, grads(loss(total, 1), [total])[0], "the gradient")
 
 
 @pytest.mark.ranks(2)

@@ -45,13 +45,14 @@ class Chain:
     @contextlib.contextmanager
     def recording(self) -> Generator[None]:
         """Within this block every collective of this thread is tied to the chain."""
-        before = current_chain()
-        _THREAD.chain = self
+        block = (self,)  # one chain may record in several blocks: an object for each
+        _THREAD.blocks = (*_THREAD.blocks, block)
         _count_recording(1)
         try:
             yield
         finally:
-            _THREAD.chain = before
+            # Blocks of generators may end in any order (test_blocks_of_one_thread_end_in_any_order).
+            _THREAD.blocks = tuple(one for one in _THREAD.blocks if one is not block)
             _count_recording(-1)
 
     def apply(self, pair: AdjointPair, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -91,7 +92,13 @@ class Chain:
         return self._first, self._last
 
 
-_THREAD = threading.local()
+class _Thread(threading.local):
+    """The blocks of this thread that record, the last one begun last."""
+
+    blocks: tuple[tuple[Chain], ...] = ()
+
+
+_THREAD = _Thread()
 _LOCK = threading.Lock()
 _recording = 0  # blocks of all threads
 
@@ -110,7 +117,8 @@ def _count_recording(change: int) -> None:
 
 def current_chain() -> Chain | None:
     """The chain to which this thread's collectives are tied, if any."""
-    return getattr(_THREAD, "chain", None)
+    blocks = _THREAD.blocks
+    return blocks[-1][0] if blocks else None
 
 
 class _HandOn(torch.autograd.Function):
