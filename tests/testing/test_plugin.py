@@ -119,7 +119,14 @@ def test_one_rank_skips(rank):
 """,
     )
     result.assert_outcomes(passed=1, skipped=1, xfailed=2, failed=1)
-    result.stdout.fnmatch_lines(["rank 1 of 2 failed:", "SKIPPED*test_inner.py*: not today"])
+    result.stdout.fnmatch_lines(
+        [
+            "rank 1 of 2 failed:",
+            '*pytest.skip("alone")',
+            "Skip the test on every rank, or on none.",
+            "SKIPPED*test_inner.py*: not today",
+        ]
+    )
     result.stdout.fnmatch_lines(["XFAIL*test_marked*"])
 
 
@@ -171,7 +178,8 @@ def test_unmarked(rank):
 """,
     )
     result.assert_outcomes(passed=1, failed=1, errors=1)
-    result.stdout.fnmatch_lines(["*The fixture 'request' has a value that cannot be pickled*"])
+    result.stdout.fnmatch_lines(["The fixture 'request' has a value that cannot be pickled*"])
+    result.stdout.no_fnmatch_line("During handling of the above exception*")
     result.stdout.fnmatch_lines(["*need @pytest.mark.ranks*"])
 
 
@@ -242,7 +250,7 @@ def test_none(): pass
 """,
     )
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*give one or more numbers of ranks*"])
+    result.stdout.fnmatch_lines(["test_none: *give one or more numbers of ranks*"])
     result = run(
         pytester,
         """
@@ -251,6 +259,36 @@ def test_unknown(): pass
 """,
     )
     result.stdout.fnmatch_lines(["*there is no limit*"])
+
+
+def test_a_body_that_would_not_run_on_ranks_fails(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+import functools
+import unittest
+
+def same(f):
+    return functools.wraps(f)(lambda *args, **kwargs: f(*args, **kwargs))
+
+@pytest.mark.ranks(2)
+async def test_coroutine(rank):
+    assert rank is None
+
+@pytest.mark.ranks(2)
+@same
+async def test_decorated(rank):
+    assert rank is None
+
+@pytest.mark.ranks(2)
+class TestOfUnittest(unittest.TestCase):
+    def test_method(self):
+        assert not dist.is_initialized()
+""",
+    )
+    result.assert_outcomes(failed=2, errors=1)
+    result.stdout.fnmatch_lines(["test_method: a method of a unittest.TestCase cannot run on*"])
+    result.stdout.fnmatch_lines(["TypeError: the test is a coroutine or a generator*"])
 
 
 def test_parity_fails_a_test_with_its_report(pytester: pytest.Pytester) -> None:

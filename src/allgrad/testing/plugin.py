@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from allgrad.testing.failures import RankFailed, RanksStuck
+    from allgrad.testing.serialization import CannotShip
     from allgrad.testing.step_parity.report import ParityReport
 
 _MARK = "ranks"
@@ -52,15 +53,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker(_MARK)
     if mark is None:
         return
-    worlds = mark.args
+    worlds, usage = mark.args, f"{metafunc.definition.name}: {_USAGE}"
     if not worlds or not all(type(world) is int and world > 0 for world in worlds):
-        pytest.fail(f"{_USAGE}: give one or more numbers of ranks, not {worlds}.", pytrace=False)
+        pytest.fail(f"{usage}: give one or more numbers of ranks, not {worlds}.", pytrace=False)
     if unknown := mark.kwargs.keys() - {"timeout", "backend"}:
-        pytest.fail(f"{_USAGE}: there is no {', '.join(sorted(unknown))}.", pytrace=False)
+        pytest.fail(f"{usage}: there is no {', '.join(sorted(unknown))}.", pytrace=False)
     if "world" not in metafunc.fixturenames:
         metafunc.fixturenames.append("world")
     ids = [f"ranks={world}" for world in worlds]
     metafunc.parametrize("world", worlds, ids=ids, indirect=True, scope="module")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse a marker that pytest does not show to :func:`pytest_generate_tests`."""
+    if not isinstance(item, pytest.Function) or item.get_closest_marker(_MARK) is None:
+        return
+    if "world" not in getattr(getattr(item, "callspec", None), "params", ()):
+        # It would pass without ranks: collectives of a world of one.
+        pytest.fail(
+            f"{item.name}: a method of a unittest.TestCase cannot run on ranks.\n"
+            "Put the marker on a function, or on a class that inherits from nothing.",
+            pytrace=False,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +124,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     with by_value(_local_modules(pyfuncitem)):
         try:
             run_ranks(_on_rank, size, pyfuncitem.obj, values, **mark.kwargs)
-        except CannotShip:
-            _name_unpicklable(values)
-            raise
+        except CannotShip as error:
+            raise pytest.fail.Exception(_unpicklable(values, error), pytrace=False) from None
         except RankFailed as failure:
             _raise_outcome(failure)
             raise
@@ -153,9 +166,15 @@ def _on_rank(body: Callable[..., object], values: dict[str, object]) -> None:
     from allgrad._wire.world import rank_of
 
     try:
-        body(**{name: rank_of() if v is _PerRank.RANK else v for name, v in values.items()})
+        result = body(
+            **{name: rank_of() if v is _PerRank.RANK else v for name, v in values.items()}
+        )
+        if inspect.isawaitable(result) or inspect.isasyncgen(result) or inspect.isgenerator(result):
+            raise TypeError("the test is a coroutine or a generator: its body has not run on ranks")
     except pytest.skip.Exception as outcome:
-        raise _SkippedOnRank(str(outcome)) from None
+        skipped = _SkippedOnRank(str(outcome))
+        skipped.add_note("Skip the test on every rank, or on none.")
+        raise skipped.with_traceback(outcome.__traceback__) from None
     finally:
         # The process also runs the next test, and pytest's own teardown does not reach it.
         for value in values.values():
@@ -185,15 +204,16 @@ def _local_modules(item: pytest.Function) -> set[ModuleType]:
     }
 
 
-def _name_unpicklable(values: dict[str, object]) -> None:
-    """Name the fixture whose value cannot be pickled."""
+def _unpicklable(values: dict[str, object], error: CannotShip) -> str:
+    """Name the fixture whose value cannot be pickled; if it is none of them, keep the error."""
     from allgrad.testing.serialization import CannotShip, serialize
 
     for name, value in values.items():
         try:
             serialize(value, f"The fixture {name!r} has a value that")
-        except CannotShip as error:
-            pytest.fail(f"{error}\nUse it in a fixture, not in the body.", pytrace=False)
+        except CannotShip as found:
+            return f"{found}\nUse it in a fixture, not in the body."
+    return str(error)
 
 
 def _rank_errors() -> tuple[type[RankFailed], type[RanksStuck]]:
