@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from allgrad._wire.algorithms import TABLE
 from allgrad.cli.bench import command, measure, run, show
-from allgrad.cli.bench.baselines import Implementation, baseline_of
+from allgrad.cli.bench.baselines import Implementation, baseline_of, implementations_of
 from allgrad.cli.bench.cases import Case, cases, expected, inputs_and_gradients
 from allgrad.cli.bench.measure import PeakMemory, Times
 from allgrad.cli.bench.run import Measured, Spread, Summary
@@ -166,6 +166,47 @@ def test_the_command_measures(tmp_path):
     assert "forward + backward, 2 ranks" in " ".join(done.output.split())
     assert "linear by hand" in done.output
     assert len(json.loads(out.read_text())["cases"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--json", "nowhere/run.json"), "There is no directory nowhere"),
+        (("--png", "nowhere/run.png"), "There is no directory nowhere"),
+        (("--calibrate", "nowhere/links.json"), "There is no directory nowhere"),
+        (("--json", "."), ". is a directory"),
+        (("--peers", "nn,deepspeed"), "There is no deepspeed beside allgrad"),
+        (("--hosts", "2", "--ranks", "4"), "--ranks-per-host"),
+        (("--quick", "--ranks", "1"), "numbers of ranks"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_bad_input_is_refused_before_anything_is_measured(monkeypatch, words, said):
+    monkeypatch.setattr(command, "measure", lambda *_, **__: pytest.fail("measured"))
+    done = CliRunner().invoke(app, ["bench", *words])
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.replace("│", " ").split())
+
+
+def test_quick_leaves_what_is_given_and_peers_may_have_commas(monkeypatch):
+    seen = {}
+
+    def measured(chosen, repeats, memory, *, peers, **_):
+        seen.update(worlds={case.world for case in chosen}, repeats=repeats, memory=memory)
+        seen.update(peers=peers)
+        return True
+
+    monkeypatch.setattr(command, "measure", measured)
+    words = ["--quick", "--ranks", "3", "--peers", "raw, one by one"]
+    assert CliRunner().invoke(app, ["bench", *words]).exit_code == 0
+    assert seen["worlds"] == {3}
+    assert (seen["repeats"], seen["memory"]) == (9, False)
+    many = replace(Case("all_reduce", 3, 8192), tensors=10)
+    kept = implementations_of(many, 0, seen["peers"])
+    assert [name for name in kept if not name.startswith("allgrad")] == [
+        "raw, one by one",
+        "raw, flattened by hand",
+    ]
 
 
 def test_hosts_are_asked_for_where_they_can_be_made(monkeypatch):

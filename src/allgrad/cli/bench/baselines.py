@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from allgrad.cli.bench.cases import Case
 
-__all__ = ["Implementation", "barrier", "baseline_of", "implementations_of"]
+__all__ = ["Implementation", "barrier", "baseline_of", "implementations_of", "words_of"]
 
 _ADJOINT = {
     "all_gather": "reduce_scatter",
@@ -71,8 +71,8 @@ def implementations_of(
 ) -> dict[str, Implementation]:
     """All implementations of a case by name, including its baseline.
 
-    With ``peers``, of the others only those; with ``every_algorithm``, allgrad also by each
-    algorithm that its table has for the operation.
+    With ``peers``, the words of their names, of the others only those; with ``every_algorithm``,
+    allgrad also by each algorithm that its table has for the operation.
     """
     if case.tensors > 1:
         found = _MANY
@@ -81,11 +81,21 @@ def implementations_of(
     else:
         found = _EQUAL[case.operation](rank)
     if peers is not None:
-        kept = {baseline_of(case), *peers}
-        found = {n: i for n, i in found.items() if n.startswith("allgrad") or n in kept}
+        found = {
+            name: implementation
+            for name, implementation in found.items()
+            if name.startswith("allgrad")
+            or name == baseline_of(case)
+            or words_of(name) <= set(peers)
+        }
     if every_algorithm and case.tensors == 1 and not case.skewed:
         found = found | _by_algorithm(case.operation, found["allgrad"])
     return found
+
+
+def words_of(name: str) -> set[str]:
+    """What a list with commas has of a name, which may have commas too."""
+    return {word.strip() for word in name.split(",")}
 
 
 def _by_algorithm(operation: str, ours: Implementation) -> dict[str, Implementation]:

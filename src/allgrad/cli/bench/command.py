@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from allgrad.cli.bench import calibrate as calibration
 from allgrad.cli.bench import cases, run, show
+from allgrad.cli.bench.baselines import implementations_of, words_of
+from allgrad.cli.files import require_directory
 from allgrad.errors import InputError
 from allgrad.testing import Hosts, HostsUnavailable, why_no_hosts
 
@@ -38,10 +40,13 @@ def choose(ranks: str, sizes: str, only: str) -> list[Case]:
 
 def bench(
     *,
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "2,4",
+    ranks: Annotated[
+        str | None, typer.Option(help="Numbers of ranks, with commas.", show_default="2,4")
+    ] = None,
     sizes: Annotated[
-        str, typer.Option(help="Sizes of a piece, with commas.")
-    ] = "4KiB,256KiB,4MiB,64MiB",
+        str | None,
+        typer.Option(help="Sizes of a piece, with commas.", show_default="4KiB,256KiB,4MiB,64MiB"),
+    ] = None,
     only: Annotated[str, typer.Option(help="Collectives to measure, with commas.")] = ",".join(
         cases.OPERATIONS
     ),
@@ -69,7 +74,10 @@ def bench(
         bool, typer.Option(help="Measure allgrad by every algorithm of its table, too.")
     ] = False,
     quick: Annotated[
-        bool, typer.Option(help="Small pieces, 2 ranks, few samples, no memory: about a minute.")
+        bool,
+        typer.Option(
+            help="Small pieces, 2 ranks, few samples, unless given; no memory: about a minute."
+        ),
     ] = False,
     calibrate: Annotated[
         Path | None,
@@ -79,24 +87,28 @@ def bench(
     png: Annotated[Path | None, typer.Option(help="Draw the results to this file.")] = None,
 ) -> None:
     """Measure the collectives beside raw torch.distributed and its differentiable versions."""
+    if hosts is not None and ranks is not None:
+        raise typer.BadParameter("With --hosts give --ranks-per-host.", param_hint="--ranks")
     if quick:
-        ranks, sizes, repeats, memory = "2", "4KiB,256KiB", repeats or 9, False
+        ranks, sizes, repeats, memory = ranks or "2", sizes or "4KiB,256KiB", repeats or 9, False
     if hosts is not None:
         if why_no_hosts():
             raise typer.BadParameter(
                 f"Hosts cannot be made here: {why_no_hosts()}.", param_hint="--hosts"
             )
         ranks, memory = str(hosts * ranks_per_host), False
+    for path, option in ((calibrate, "--calibrate"), (json, "--json"), (png, "--png")):
+        require_directory(path, option)
     if calibrate is not None:
         _calibrate(calibrate, repeats, hosts, link)
         return
     try:
-        chosen = choose(ranks, sizes, only)
+        chosen = choose(ranks or "2,4", sizes or "4KiB,256KiB,4MiB,64MiB", only)
+        which = None if peers is None else _peers(peers, chosen)
     except InputError as error:
         raise typer.BadParameter(str(error)) from error
     try:
         with _hosts(hosts, ranks_per_host, link) as made:
-            which = None if peers is None else [word.strip() for word in peers.split(",")]
             correct = measure(
                 *(chosen, repeats, memory),
                 json=json,
@@ -111,9 +123,20 @@ def bench(
         raise typer.Exit(1)
 
 
+def _peers(words: str, chosen: list[Case]) -> list[str]:
+    given = words_of(words)
+    every = dict.fromkeys(name for case in chosen for name in implementations_of(case, 0))
+    names = [name for name in every if not name.startswith("allgrad")]
+    unknown = given.difference(*map(words_of, names))
+    if unknown:
+        peers = ", ".join(f"'{name}'" for name in names)
+        raise InputError(
+            f"There is no {', '.join(sorted(unknown))} beside allgrad.\nGive some of {peers}."
+        )
+    return sorted(given)
+
+
 def _calibrate(path: Path, repeats: int | None, hosts: int | None, link: str | None) -> None:
-    if not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"There is no directory {path.parent}.", param_hint="--calibrate")
     found = run.machine()
     about = f"Gloo, {found['cores']} cores, torch {found['torch']}"
     if hosts is not None:

@@ -15,6 +15,7 @@ from allgrad._wire import algorithms
 from allgrad._wire.groups import Backend
 from allgrad._wire.link_model import LOOPBACK, Links, predict, situation, with_given, world
 from allgrad.cli.bench.show import parse_bytes
+from allgrad.cli.files import require_directory
 from allgrad.cli.plan import show
 from allgrad.cli.plan.clip_step import ClipStep
 from allgrad.errors import InputError
@@ -111,8 +112,7 @@ def plan(
         )
     except InputError as error:
         raise typer.BadParameter(str(error)) from error
-    if json is not None and not json.absolute().parent.is_dir():
-        raise typer.BadParameter(f"There is no directory {json.parent}.", param_hint="--json")
+    require_directory(json, "--json")
     kind = Backend(backend.value)
     step = ClipStep(pairs, width, getattr(torch, dtype.value), kind)
     console, rows, plans = Console(), [], []

@@ -1,0 +1,22 @@
+"""Files that a command writes: a bad name is refused before the work, not after it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["require_directory"]
+
+
+def require_directory(path: Path | None, option: str) -> None:
+    """Refuse a file of ``option`` that cannot be written there."""
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"There is no directory {path.parent}.", param_hint=option)
+    if path.is_dir():
+        raise typer.BadParameter(f"{path} is a directory.\nName a file.", param_hint=option)
