@@ -20,6 +20,7 @@ __all__ = [
     "ReductionError",
     "SizesError",
     "TensorError",
+    "in_words",
     "rank_table",
 ]
 
@@ -70,6 +71,12 @@ class RankLost(AllgradError):
 
 class RankRaised(AllgradError):
     """Another rank ended with an error of its own."""
+
+
+def in_words(error: BaseException) -> str:
+    """Type and message of an error, as other ranks and recordings get them."""
+    message = str(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def rank_table(

@@ -57,14 +57,14 @@ def hang(path):
         kill_all(pids)
 
 
-def leave(path):
-    """Rank 1 leaves by an error; the others wait for it in the first call of another group."""
+def leave(path, *said):
+    """Rank 1 leaves by an error, which says something or nothing; the others wait for it in the first call of another group."""
     group = dist.new_group([0, 1, 2])
     ag.all_reduce(torch.ones(2))
     with contextlib.suppress(ValueError), ag.recorded(path), ag.deadline(0.5):
         ag.all_reduce(torch.ones(2))
         if dist.get_rank() == 1:
-            raise ValueError("bad batch")
+            raise ValueError(*said)
         ag.all_reduce(torch.ones(3), group=group)
 
 

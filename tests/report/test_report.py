@@ -131,9 +131,10 @@ def test_a_hang_names_the_call_and_who_has_not_come(hung):
     assert "has not ended" in shown(found)
 
 
-def test_the_error_that_ended_a_rank_is_named_with_its_line(tmp_path):
+@pytest.mark.parametrize("said", [("bad batch",), ()], ids=["a message", "none"])
+def test_the_error_that_ended_a_rank_is_named_with_its_line(tmp_path, said):
     with pytest.raises(RankFailed, match="RankLate"):
-        run_ranks(leave, 3, str(tmp_path))
+        run_ranks(leave, 3, str(tmp_path), *said)
     level, sentence = find(tmp_path).headlines[0]
     assert level == "bad"
     # The first call of a group counts from the moment its ranks look for each other.
@@ -141,8 +142,9 @@ def test_the_error_that_ended_a_rank_is_named_with_its_line(tmp_path):
         r"Ranks 0, 2 raised in call 0 of group \S+ \(ranks 0, 1, 2\), all_reduce at programs.py:"
     )
     assert re.match(waited + r"\d+: RankLate: ", sentence), sentence
-    line = next(at for at, text in enumerate(PROGRAMS, 1) if "bad batch" in text)
-    assert f"Rank 1 has not come: ValueError: bad batch at programs.py:{line} ended it" in sentence
+    line = next(at for at, text in enumerate(PROGRAMS, 1) if "ValueError(*said)" in text)
+    error = ": ".join(["ValueError", *said])
+    assert f"Rank 1 has not come: {error} at programs.py:{line} ended it" in sentence
 
 
 def test_an_empty_directory_is_named(tmp_path):

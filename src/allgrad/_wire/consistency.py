@@ -34,7 +34,7 @@ from allgrad._wire.calls import OUTSIDE, UNKNOWN_SHAPES, call_site, describe_cal
 from allgrad._wire.codec import DTYPES, HEADER_WORDS, Reader, Writer
 from allgrad._wire.groups import AGREEMENT, Backend
 from allgrad._wire.hosts import find_topology
-from allgrad.errors import AllgradError, CollectiveMismatch, ModeError, rank_table
+from allgrad.errors import AllgradError, CollectiveMismatch, ModeError, in_words, rank_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -247,7 +247,7 @@ def refuse(call: Call, error: Exception) -> NoReturn:
 
 def report_failure(call: Call, error: BaseException) -> None:
     """Answer the other ranks' next check with the error that ended this one."""
-    about = f"{type(error).__name__}: {error}", call_site()
+    about = in_words(error), call_site()
 
     def answer() -> None:
         with _STATE.lock(call):

@@ -31,6 +31,7 @@ from allgrad.errors import (
     RankLate,
     RankLost,
     RankRaised,
+    in_words,
     rank_table,
 )
 
@@ -133,11 +134,10 @@ def publish_failure(error: BaseException, group: Group | None = None) -> None:
     With a group, in a call of that group, which cannot be used any more; the rank may go on in others.
     """
     global _published  # noqa: PLW0603
-    text = f"{type(error).__name__}: {error}"[:2000]
     with contextlib.suppress(RuntimeError):
         store = world_store()
         if store is not None:
-            raised = f"{time.time()}\n{group.name if group else ''}\n{text}"
+            raised = f"{time.time()}\n{group.name if group else ''}\n{in_words(error)[:2000]}"
             ask(store, lambda: store.set(f"allgrad/raised/{world_rank()}", raised))
             _published = True
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from allgrad._wire.groups import LIVE, calls_made, world_rank, world_store
 from allgrad._wire.store import ask
-from allgrad.errors import RankRaised
+from allgrad.errors import RankRaised, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,8 +55,7 @@ def publish(error: Exception) -> None:
     if store is None:
         return
     made = [f"{number} {name}" for name, number in calls_made().items()]
-    text = f"{type(error).__name__}: {error}"[:2000]
-    lines = "\n".join([str(len(made)), *made, text])
+    lines = "\n".join([str(len(made)), *made, in_words(error)[:2000]])
     with contextlib.suppress(RuntimeError):
         ask(store, lambda: store.set(ended_key(world_rank()), lines))
     STATE.published = True

@@ -47,6 +47,7 @@ from allgrad._core.version import __version__
 from allgrad._wire.calls import call_site, error_site, locate_calls
 from allgrad._wire.groups import world_rank, world_size
 from allgrad._wire.observers import STATE
+from allgrad.errors import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -217,8 +218,7 @@ class Recorder:
         """Write the end of a call that raised."""
         self._words[event + 1] = monotonic_ns() | FAILED
         if next(self._errors) < _MOST_ERRORS:
-            message = f"{type(error).__name__}: {error}"[:2000]
-            self._write(error=message, start=self._words[event])
+            self._write(error=in_words(error)[:2000], start=self._words[event])
 
     def open(self) -> None:
         """Make the file. One of an earlier recording in its place is replaced."""
@@ -248,7 +248,7 @@ class Recorder:
         """
         if self._words is not None:
             if error is not None:
-                self._write(ended=f"{type(error).__name__}: {error}"[:2000], site=error_site(error))
+                self._write(ended=in_words(error)[:2000], site=error_site(error))
             self._words[CLOSED_AT // _WORD] = monotonic_ns()
 
     def _header(self) -> dict[str, Any]:
