@@ -14,7 +14,7 @@ from allgrad._core.torch_internals import backend_timeout
 from allgrad._wire import deadline
 from allgrad._wire.calls import resolve
 from allgrad._wire.groups import find_group
-from allgrad.errors import RankLate
+from allgrad.errors import InputError, RankLate
 from allgrad.testing import run_ranks
 
 
@@ -186,3 +186,13 @@ def test_call_that_completes_as_a_wait_ends_is_no_failure(rank):
     with ag.deadline(20):
         deadline.wait(resolve("all_reduce", None), EndsEarly(work))
     assert total.item() == 3
+
+
+@pytest.mark.parametrize("given", ["", "30", "abc"])
+def test_the_environment_gives_a_deadline_and_an_empty_text_none(monkeypatch, given):
+    monkeypatch.setenv("ALLGRAD_DEADLINE", given)
+    if given == "abc":
+        with pytest.raises(InputError, match="ALLGRAD_DEADLINE='abc' is not a time"):
+            deadline._State()
+    else:
+        assert deadline._State().no_deadline == (given == "")

@@ -390,7 +390,8 @@ def _mismatch(call: Call, specs: Sequence[CallSpec], marks: dict[int, str]) -> C
     )
 
 
-_WHOLE_PROGRAM = os.environ.get("ALLGRAD_CHECK", "0") not in {"", "0"}
+_OFF = {"", "0", "false", "no", "off"}
+_WHOLE_PROGRAM = os.environ.get("ALLGRAD_CHECK", "").lower() not in _OFF
 wire.WATCHERS.set_outside(partial(_agree_first, True) if _WHOLE_PROGRAM else None)
 if _WHOLE_PROGRAM:
     describe_calls(True)

@@ -119,7 +119,7 @@ def _checked_calls(calls: object, name: str) -> int:
 
 
 def _record_whole_program(path: str) -> None:
-    calls = os.environ.get(_ENVIRONMENT_CALLS, _DEFAULT_CALLS)
+    calls = os.environ.get(_ENVIRONMENT_CALLS) or _DEFAULT_CALLS
     recorder = Recorder(_directory(path), _checked_calls(calls, _ENVIRONMENT_CALLS))
     _begin(recorder)
     # Python keeps the error that ended the program, if one did, before it runs these functions.
