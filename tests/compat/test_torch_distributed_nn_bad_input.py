@@ -144,7 +144,10 @@ def test_output_that_does_not_fit(rank):
 def test_split_sizes_that_do_not_fit(rank):
     x, out = torch.zeros(4), torch.zeros(6)
     raises_everywhere(
-        SizesError, lambda: compat.all_to_all_single(out, x), "4 does not divide by 3 ranks"
+        SizesError,
+        lambda: compat.all_to_all_single(out, x),
+        "4 rows do not divide by 3 ranks",
+        "Give input_split_sizes, one size for each rank",
     )
     raises_everywhere(
         SizesError,

@@ -13,7 +13,7 @@ import allgrad as ag
 from allgrad._wire import primitives as wire
 from allgrad._wire.codec import DTYPES
 from allgrad.errors import InputError, TensorError
-from allgrad.module_state import StateMismatch, compare, free_storage, verify
+from allgrad.module_state import StateMismatch, compare, free_storage, sync, verify
 from allgrad.module_state._differences import differences
 from allgrad.module_state._specs import EntrySpec
 
@@ -144,6 +144,16 @@ def test_verify_shows_who_has_what(rank):
     assert lines[5].startswith("Call allgrad.module_state.sync")
     assert [d.name for d in caught.value.differences] == ["w"]
     assert ag.all_gather(torch.tensor([rank])).tolist() == [0, 1, 2]
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("other", [{"w": torch.ones(3)}, {"w": torch.ones(2).double()}, {}])
+def test_verify_does_not_advise_a_sync_that_would_raise(rank, other):
+    state = other if rank == 1 else {"w": torch.ones(2)}
+    with pytest.raises(StateMismatch, match="Build the same state on every rank"):
+        verify(state)
+    with pytest.raises(StateMismatch, match="Build the same state on every rank"):
+        sync(state)
 
 
 @pytest.mark.ranks(3)

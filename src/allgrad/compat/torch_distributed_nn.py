@@ -275,6 +275,11 @@ def _exchange_blocks(
 def _elements(call: Call, x: Tensor, split: Sequence[int] | None, name: str) -> list[int]:
     """The number of elements of ``x`` for each rank."""
     rows = x.shape[0] if x.dim() else 1
+    if not split and rows % call.size:
+        raise SizesError(
+            f"all_to_all: {rows} rows do not divide by {call.size} ranks.\n"
+            f"Give {name}, one size for each rank, or rows that divide."
+        )
     sizes = divide("all_to_all", call, rows, split or "equal", name)
     return [size * (x.numel() // max(rows, 1)) for size in sizes]
 

@@ -53,12 +53,16 @@ def verify(module: State, *, group: GroupLike = None, ignore: Iterable[str] = ()
       rank 1: (2, 8) float32 #5a2f0c8814b9
       rank 2: (2, 8) float32 #e07b33911c52   <- another value
     Call allgrad.module_state.sync to give every rank the state of one of them.
+
+    Where more than values differ, ``sync`` would raise too: build the same state on every rank.
     """
     if found := _differences("verify", module, group, ignore):
         raise mismatch(
             "verify: every rank must hold the same state",
             found,
-            "Call allgrad.module_state.sync to give every rank the state of one of them.",
+            "Call allgrad.module_state.sync to give every rank the state of one of them."
+            if all(difference.what == "value" for difference in found)
+            else "Build the same state on every rank, or name what differs in ignore.",
         )
 
 
