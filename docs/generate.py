@@ -41,7 +41,8 @@ INTRODUCTION = """# The collectives
 Written from the docstrings by `make docs`. For every collective:
 
 - `x` is a tensor, or any nest of dicts, lists, tuples, named tuples and dataclasses of tensors: the leaves
-  of one dtype are sent in one message, and each has its own gradient.
+  of one dtype are sent in one message, and each has its own gradient. What is no tensor, a number or a text, stays
+  as it is on each rank: make a tensor of a number that is to be reduced.
 - `sizes=None` exchanges the sizes in one small message; a sequence of ints is trusted and needs no exchange;
   `"equal"` promises that all pieces have one size.
 - `group` is `None`, a `ProcessGroup`, a 1-D `DeviceMesh`, or `(mesh, "axis")`; ranks are ranks within it.
