@@ -10,6 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
+from allgrad._core.version import __version__
 from allgrad.cli.bench.command import bench
 from allgrad.cli.doctor.command import doctor
 from allgrad.cli.files import require_directory
@@ -47,9 +48,23 @@ app.command()(parity)
 app.command()(plan)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"allgrad {__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _allgrad() -> None:
-    """Make the commands subcommands even if there is only one."""
+def _allgrad(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the versions and exit."
+        ),
+    ] = False,
+) -> None:
+    """Collectives with exact gradients for PyTorch."""
 
 
 @app.command()
