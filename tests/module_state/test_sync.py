@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import allgrad as ag
 from allgrad._wire import primitives as wire
 from allgrad.errors import GroupError, InputError, TensorError
-from allgrad.module_state import StateMismatch, free_storage, sync
+from allgrad.module_state import StateMismatch, free_storage, sync, verify
 
 
 def random_like(x, seed):
@@ -130,6 +130,15 @@ def test_conjugate_views_are_written(rank, count):
     sync(held)
     for name, want in state(0).items():
         assert torch.equal(held[name], want), name
+
+
+@pytest.mark.ranks(3)
+def test_a_single_element_may_have_any_stride(rank):
+    column = torch.full((4, 5), float(rank))[:, 0]
+    held = {"x": column[:1] if rank == 1 else torch.full((1,), float(rank))}
+    sync(held, 2)
+    assert held["x"].tolist() == [2.0]
+    verify(held)
 
 
 @pytest.mark.ranks(3)

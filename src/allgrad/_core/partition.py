@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Partition",
+    "as_bytes",
     "even",
     "no_elements",
     "pack",
@@ -39,6 +40,12 @@ def even(total: int, parts: int) -> tuple[int, ...]:
 def real_memory(x: Tensor) -> Tensor:
     """``x`` as contiguous memory, copied only if it is not that already."""
     return x.resolve_conj().resolve_neg().contiguous()
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, flat, in its own memory."""
+    # A single element counts as contiguous whatever its stride.
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def pack_flat(xs: Sequence[Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from allgrad._core.partition import as_bytes
 from allgrad._core.torch_internals import (
     GATHER,
     REDUCE_SCATTER,
@@ -157,7 +158,7 @@ def all_to_all(
         out = x.new_empty((sum(receive), *x.shape[1:]))
     into, sent = out, x
     if x.dtype not in _CAN_MOVE:
-        into, sent = _as_bytes(out), _as_bytes(x)
+        into, sent = as_bytes(out), as_bytes(x)
         width = prod(x.shape[1:]) * x.element_size()
         send, receive = [n * width for n in send], [n * width for n in receive]
     _call(call, "alltoall_base", _EXCHANGES, into, sent, receive, send, alike=alike)
@@ -338,13 +339,9 @@ def _explained(
 
 
 def _movable(x: Tensor) -> Tensor:
-    """``x``, or its bytes where the backend does not know the dtype."""
-    return x if x.dtype in _CAN_MOVE else _as_bytes(x)
+    """``x``, or its bytes where the backend does not know the dtype.
 
-
-def _as_bytes(x: Tensor) -> Tensor:
-    """Moving needs no arithmetic: as bytes every dtype travels on every backend, bit for bit
+    Moving needs no arithmetic: as bytes every dtype travels on every backend, bit for bit
     (test_every_dtype_travels).
     """
-    # A single element counts as contiguous whatever its stride.
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+    return x if x.dtype in _CAN_MOVE else as_bytes(x)

@@ -9,8 +9,8 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from allgrad._core.partition import as_bytes
 from allgrad._core.torch_internals import foreach_copy_, unflatten_dense
-from allgrad.module_state._specs import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

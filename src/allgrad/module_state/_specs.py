@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from allgrad._core.partition import as_bytes, real_memory
 from allgrad._wire.codec import DTYPES, dtype_name
 from allgrad.module_state._entries import is_numpy_number, tensors_and_others
 from allgrad.module_state.storage import is_allocated
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "EntrySpec",
     "all_plain",
-    "as_bytes",
     "device_names",
     "entry_spec",
     "local_piece",
@@ -147,16 +147,11 @@ def local_piece(x: Tensor) -> Tensor:
     return x.detach().as_subclass(Tensor)
 
 
-def as_bytes(x: Tensor) -> Tensor:
-    """The bytes of a tensor, in the order of its elements; a view of its memory if possible."""
-    return x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-
-
 @torch.no_grad()
 def _value_hash(x: Tensor) -> str:
     if x.is_meta:
         return "on meta"
-    hashed: Any = as_bytes(local_piece(x)).cpu().numpy()
+    hashed: Any = as_bytes(real_memory(local_piece(x))).cpu().numpy()
     return "#" + hashlib.blake2b(hashed, digest_size=16).hexdigest()
 
 
