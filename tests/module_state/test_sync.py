@@ -240,6 +240,16 @@ def test_src_is_a_rank_of_the_group(rank):
     assert module[0].item() == (3 if rank % 2 else 2)
 
 
+@pytest.mark.ranks(3)
+def test_a_src_outside_of_the_group_on_one_rank_raises_on_all_in_checked_mode(rank):
+    module = nn.ParameterList([torch.tensor(float(rank))])
+    with ag.checked():
+        raises_everywhere(
+            GroupError, lambda: sync(module, 7 if rank == 1 else 0), "src=7", "rank 1: not ready"
+        )
+    assert module[0].item() == rank
+
+
 @pytest.mark.ranks(4)
 def test_same_pieces_of_dtensors_are_synced(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "pieces"))

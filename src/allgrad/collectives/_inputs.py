@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Leaves",
     "as_index",
+    "as_rank",
     "check_for_all",
     "check_grad",
     "check_rank",
@@ -254,14 +255,21 @@ def check_grad(call: Call | str, grad: object, *, same: bool = False) -> bool:
 
 
 def check_rank(name: str, call: Call, argument: str, rank: object) -> int:
-    """Raise unless this is a rank within the group."""
+    """Raise unless this is a rank within the group; in checked mode the others raise too."""
+    try:
+        return as_rank(name, call, argument, rank)
+    except GroupError as error:
+        refuse(call, error)
+
+
+def as_rank(name: str, call: Call, argument: str, rank: object) -> int:
+    """A rank within the group; raises for anything else, and tells no other rank."""
     value = as_index(rank)
     if value is None or not 0 <= value < call.size:
-        problem = (
+        raise GroupError(
             f"{name}: {argument}={rank!r} is not a rank of this group of {call.size}.\n"
             f"Give the rank within the group, 0 to {call.size - 1}."
         )
-        refuse(call, GroupError(problem))
     return value
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from allgrad._wire import primitives as wire
-from allgrad.collectives._inputs import check_rank
+from allgrad.collectives._inputs import as_rank
 from allgrad.errors import GroupError, InputError, TensorError
 from allgrad.module_state._buckets import Bucket, buckets
 from allgrad.module_state._differences import differences, mismatch
@@ -94,7 +94,7 @@ def sync(
         problem = error
     exchange = StateExchange.open("sync", group, held)
     try:
-        src = check_rank("sync", exchange.call, "src", src)
+        src = as_rank("sync", exchange.call, "src", src)
     except GroupError as error:
         problem = problem or error
     call = f"sync, src={src}, bucket of {limit} bytes"
