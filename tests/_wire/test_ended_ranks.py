@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch.distributed as dist
 
 import allgrad as ag
 from allgrad._wire import ended_ranks, watchdog
+from allgrad._wire.calls import Call
+from allgrad._wire.groups import Group
 from allgrad.errors import AllgradError
 from allgrad.testing import run_ranks
 
@@ -81,3 +84,31 @@ def test_a_rank_that_caught_its_error_is_waited_for():
     found = run_ranks(goes_on, 3, timeout=30)
     assert all("different tensors" in found[rank][0] for rank in (0, 1)), found
     assert [found[1][1:], found[2]] == [[[2.0], [2.0]]] * 2
+
+
+class WithdrawnMeanwhile:
+    """A store in which a rank clears what it wrote after it was asked whether there is something."""
+
+    def __init__(self):
+        self.store, self.withdrawn = dist.HashStore(), False
+        self.store.set_timeout(timedelta(seconds=0.2))
+
+    def check(self, keys):
+        there = self.store.check(keys)
+        if not self.withdrawn:
+            self.withdrawn = True
+            ended_ranks.withdraw()
+        return there
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
+def test_what_is_withdrawn_between_two_questions_is_not_waited_for(monkeypatch):
+    store = WithdrawnMeanwhile()
+    monkeypatch.setattr(ended_ranks, "world_store", lambda: store)
+    monkeypatch.setattr(Group, "members", [0])
+    ended_ranks.publish(AllgradError("ended"))
+    assert store.store.check([ended_ranks.ended_key(0)])
+    assert ended_ranks.find(Call(Group(None), 0, 1, "all_reduce"), [0]) is None
+    assert store.withdrawn

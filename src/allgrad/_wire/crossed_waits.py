@@ -22,6 +22,7 @@ from concurrent.futures import thread as pools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from allgrad._wire.groups import AGREEMENT, calls_made, world_rank, world_store
+from allgrad._wire.store import read
 from allgrad.errors import CollectiveMismatch
 
 if TYPE_CHECKING:
@@ -118,9 +119,10 @@ class _Waits:
         return self._read.get(rank)
 
     def _ask(self, rank: int) -> tuple[_Wait, bool] | None:
-        if not self._store.check([_key(rank)]):
+        text = read(self._store, _key(rank))
+        if not text:
             return None
-        wait = _Wait.decode(self._store.get(_key(rank)).decode("utf-8", errors="replace"))
+        wait = _Wait.decode(text)
         before, _seen[rank] = _seen.get(rank), wait
         again = before is not None and before[1:4] == wait[1:4] and before.look < wait.look
         return wait, again

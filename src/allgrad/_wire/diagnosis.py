@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from allgrad._wire import ended_ranks, wait_spec
 from allgrad._wire.groups import REGISTERED, world_rank, world_store
-from allgrad._wire.store import StoreSilent, ask, describe
+from allgrad._wire.store import StoreSilent, ask, clear, describe, read
 from allgrad._wire.topology import ONE_HOST
 from allgrad.errors import (
     AllgradError,
@@ -77,7 +77,7 @@ _published = False
 def register(call: Call) -> None:
     """At the first use of a group: write process and host into its store, for a later roll call.
 
-    Whatever this rank wrote into the same store in an earlier world is deleted; and that it ended with
+    Whatever this rank wrote into the same store in an earlier world is cleared; and that it ended with
     an error, since it goes on.
     """
     if ended_ranks.STATE.published:
@@ -92,9 +92,9 @@ def register(call: Call) -> None:
 
 
 def _register(store: Any, rank: int) -> None:
-    store.delete_key(f"allgrad/roll/{rank}")
+    clear(store, f"allgrad/roll/{rank}")
     # Of the world's store, in which the rank is the world's.
-    store.delete_key(ended_ranks.ended_key(rank))
+    clear(store, ended_ranks.ended_key(rank))
     store.set(f"allgrad/who/{rank}", f"{os.getpid()} {socket.gethostname()}")
 
 
@@ -143,14 +143,14 @@ def publish_failure(error: BaseException, group: Group | None = None) -> None:
 
 
 def withdraw_failure() -> None:
-    """Delete the failure that this rank published, before a new block starts."""
+    """Clear the failure that this rank published, before a new block starts."""
     global _published  # noqa: PLW0603
     if _published:
         _published = False
         with contextlib.suppress(RuntimeError):
             store = world_store()
             if store is not None:
-                ask(store, lambda: store.delete_key(f"allgrad/raised/{world_rank()}"))
+                ask(store, lambda: clear(store, f"allgrad/raised/{world_rank()}"))
 
 
 def raise_published(call: Call) -> None:
@@ -167,11 +167,11 @@ def _raise_published(call: Call, store: Any, has_failed: bool = False) -> None:
     """
     failures = {}
     for rank, member in enumerate(call.group.members):
-        key = f"allgrad/raised/{member}"
-        if rank != call.rank and store.check([key]):
-            when, group, text = store.get(key).decode("utf-8", errors="replace").split("\n", 2)
+        written = read(store, f"allgrad/raised/{member}") if rank != call.rank else ""
+        if written:
+            when, group, text = written.split("\n", 2)
             if group in {"", call.group.name} or (
-                has_failed and store.check([ended_ranks.ended_key(member)])
+                has_failed and read(store, ended_ranks.ended_key(member))
             ):
                 failures[rank] = (float(when), text)
     if failures:
@@ -315,9 +315,9 @@ def _present(call: Call, store: Any) -> dict[int, tuple[float, str, str]]:
     """The ranks that answered the roll call: how long they waited, how that ended, and in what."""
     found = {}
     for rank in range(call.size):
-        key = f"allgrad/roll/{rank}"
-        if store.check([key]):
-            seconds, _, text = store.get(key).decode("utf-8", errors="replace").partition(" ")
+        written = read(store, f"allgrad/roll/{rank}")
+        if written:
+            seconds, _, text = written.partition(" ")
             trouble, _, brought = text.partition(" in ")
             found[rank] = (float(seconds), trouble, brought)
     return found
@@ -327,10 +327,10 @@ def _about(call: Call, store: Any, rank: int) -> str:
     """What is known of a rank that does not answer."""
     last = _last_agreed.get((call.group.name, call.size))
     after = f"; last agreed on {last[rank]}" if last else ""
-    key = f"allgrad/who/{rank}"
-    if not store.check([key]):
+    written = read(store, f"allgrad/who/{rank}")
+    if not written:
         return "has not used this group yet" + after
-    pid, host = store.get(key).decode("utf-8", errors="replace").split(" ", 1)
+    pid, host = written.split(" ", 1)
     return f"process {pid} on {host} {_process_state(pid, host)}{after}"
 
 

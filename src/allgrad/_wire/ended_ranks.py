@@ -6,7 +6,7 @@
 
 A rank whose wait ended with an error writes it into the world's store, and how many calls of each group
 it had made. Ranks that wait for it in the next call of one of these groups read that, and end too. A rank
-that caught its error goes on: its next call, of any group, deletes what it wrote. So the others give it
+that caught its error goes on: its next call, of any group, clears what it wrote. So the others give it
 some seconds.
 """
 
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from allgrad._wire.groups import LIVE, calls_made, world_rank, world_store
-from allgrad._wire.store import ask
+from allgrad._wire.store import ask, clear, read
 from allgrad.errors import RankRaised, in_words
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class _State:
 
     def __init__(self) -> None:
         self.published = False
-        # Groups whose next call is prepared anew, to delete what was written.
+        # Groups whose next call is prepared anew, to clear what was written.
         self.paused: list[Group] = []
         self.seen: dict[int, tuple[str, float]] = {}  # what other ranks wrote, and since when
 
@@ -65,7 +65,7 @@ def publish(error: Exception) -> None:
 
 
 def withdraw() -> None:
-    """Delete what this rank wrote: it makes another call."""
+    """Clear what this rank wrote: it makes another call."""
     STATE.published = False
     for group in STATE.paused:
         group.registered = True
@@ -73,7 +73,7 @@ def withdraw() -> None:
     with contextlib.suppress(RuntimeError):
         store = world_store()
         if store is not None:
-            ask(store, lambda: store.delete_key(ended_key(world_rank())))
+            ask(store, lambda: clear(store, ended_key(world_rank())))
 
 
 def find(call: Call, asked: Sequence[int]) -> RankRaised | None:
@@ -81,8 +81,8 @@ def find(call: Call, asked: Sequence[int]) -> RankRaised | None:
     store, members = world_store(), call.group.members
     for rank in asked if store is not None else ():
         member = members[rank]
-        written = _read(store, member)
-        if written is None:
+        written = read(store, ended_key(member))
+        if not written:
             STATE.seen.pop(member, None)
             continue
         before, since = STATE.seen.get(member, ("", 0.0))
@@ -100,11 +100,3 @@ def find(call: Call, asked: Sequence[int]) -> RankRaised | None:
                     f"Fix that; rank {world_rank()} only waited for rank {member}."
                 )
     return None
-
-
-def _read(store: Any, rank: int) -> str | None:
-    key = ended_key(rank)
-    if not store.check([key]):
-        return None
-    text: str = store.get(key).decode("utf-8", errors="replace")
-    return text

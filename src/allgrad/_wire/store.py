@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["StoreSilent", "ask", "describe"]
+__all__ = ["StoreSilent", "ask", "clear", "describe", "read"]
 
 T = TypeVar("T")
 
@@ -63,6 +63,22 @@ def _answer(question: Callable[[], T], answer: Future[T]) -> None:
 def _wait(answer: Future[Any], until: float) -> None:
     if not futures.wait([answer], max(0.0, until - time.monotonic())).done:
         raise StoreSilent("the store does not answer")
+
+
+def read(store: Any, key: str) -> str:
+    """The text under a key; empty if there is none.
+
+    Texts are cleared, and no key is deleted: one that was deleted between these two questions would be
+    waited for until the store's own timeout, and all later questions with it
+    (test_what_is_withdrawn_between_two_questions_is_not_waited_for).
+    """
+    return store.get(key).decode("utf-8", errors="replace") if store.check([key]) else ""
+
+
+def clear(store: Any, key: str) -> None:
+    """Leave no text under a key."""
+    if store.check([key]):
+        store.set(key, "")
 
 
 def describe(store: Any) -> str:

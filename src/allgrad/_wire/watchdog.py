@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from allgrad._wire import crossed_waits, deadline, diagnosis, ended_ranks, wait_spec
 from allgrad._wire.groups import REGISTERED
+from allgrad._wire.store import read
 from allgrad.errors import CollectiveMismatch, rank_table
 
 if TYPE_CHECKING:
@@ -105,12 +106,8 @@ def _compare(wait: Wait, alone: bool) -> None:
     asked = random.sample(others, min(len(others), _ASKED))
     rows = {call.rank: brought}
     for rank in asked:
-        key = f"allgrad/waits/{rank}"
-        if store.check([key]):
-            told = store.get(key).decode("utf-8", errors="replace")
-            rows.update(
-                (rank, text) for at, text in map(_numbered, told.split("\n")) if at == number
-            )
+        told = read(store, f"allgrad/waits/{rank}").split("\n")
+        rows.update((rank, text) for at, text in map(_numbered, told) if at == number)
     odd = {
         rank: "differs"
         for rank, text in rows.items()
