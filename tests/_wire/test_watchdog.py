@@ -9,7 +9,16 @@ import torch
 import torch.distributed as dist
 
 import allgrad as ag
-from allgrad._wire import algorithms, ended_ranks, groups, primitives, watchdog
+from allgrad._wire import (
+    algorithms,
+    diagnosis,
+    ended_ranks,
+    groups,
+    primitives,
+    wait_spec,
+    watchdog,
+)
+from allgrad._wire.calls import Call
 from allgrad.errors import AllgradError
 from allgrad.testing import run_ranks
 from allgrad.testing.pool import Pool
@@ -335,3 +344,51 @@ def test_a_wait_that_is_over_is_not_compared(rank, world):
             pool.submit(look_at, over, 3.5)
         time.sleep(4 * (rank == 2))
         assert ag.broadcast(torch.ones(3), src=2).tolist() == [1, 1, 1]
+
+
+class Waiting(groups.Group):
+    """A group whose ranks meet in a store alone; this one is about to wait in the group's first call."""
+
+    __slots__ = ("store",)
+    members = range(3)
+
+    def __init__(self, store, rank, name):
+        super().__init__(None, rank, 3)
+        self.store, self.calls, self.doing = store, 1, (name, -1)
+        self.waiting = Call(self, rank, 3, name), torch.ones(2), time.monotonic()
+        diagnosis.register(self.waiting[0])
+
+    @property
+    def process_group(self):
+        return self
+
+    def get_group_store(self):
+        return self.store
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """What the watchdogs of ranks in this process find."""
+    ended = []
+    monkeypatch.setattr(watchdog, "_end", lambda call, error: ended.append(f"{call.rank}: {error}"))
+    return ended
+
+
+def test_a_wait_that_ended_is_not_written(found, monkeypatch):
+    """The rank is in its next call when its wait is described: others would take the one for the other."""
+    store, describe = dist.HashStore(), wait_spec.describe
+    group = Waiting(store, 1, "all_reduce")
+    ended = group.waiting
+
+    def come_to_the_next_call(*about):
+        group.calls, group.waiting = 2, None
+        return describe(*about)
+
+    monkeypatch.setattr(wait_spec, "describe", come_to_the_next_call)
+    watchdog._compare(ended, alone=False)
+    monkeypatch.undo()
+    other = Waiting(store, 0, "all_gather")
+    other.calls = 2
+    watchdog._compare(other.waiting, alone=False)
+    assert not store.check(["allgrad/waits/1"])
+    assert not found

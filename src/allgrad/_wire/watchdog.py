@@ -99,9 +99,10 @@ def _compare(wait: Wait, alone: bool) -> None:
     call, alike, began = wait
     store = call.group.process_group.get_group_store()
     number, brought = call.group.calls, wait_spec.describe(call, alike)
+    written = f"{number} {brought}\n{_exchanged(call)}"
     if call.group.waiting is not wait:
-        return  # the number may be that of the next call (test_a_wait_that_is_over_is_not_compared)
-    store.set(f"allgrad/waits/{call.rank}", f"{number} {brought}\n{_exchanged(call)}")
+        return  # the number may be of the next call (test_a_wait_that_ended_is_not_written)
+    store.set(f"allgrad/waits/{call.rank}", written)
     others = [rank for rank in range(call.size) if rank != call.rank]
     asked = random.sample(others, min(len(others), _ASKED))
     rows = {call.rank: brought}
