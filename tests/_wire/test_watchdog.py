@@ -374,6 +374,22 @@ def found(monkeypatch):
     return ended
 
 
+def test_waits_of_a_former_world_are_not_compared(found):
+    store = dist.HashStore()  # as that of a launcher, in which a later world finds what was written
+    for rank in (1, 2):
+        watchdog._compare(Waiting(store, rank, "all_reduce").waiting, alone=False)
+    now = Waiting(store, 0, "all_gather").waiting  # the others have not come yet
+    watchdog._compare(now, alone=False)
+    assert not found
+    come = Waiting(store, 2, "all_reduce").waiting
+    for wait in (now, come, now):  # as long as a rank waits, it looks, and writes again
+        watchdog._compare(wait, alone=False)
+    assert [text.partition("\n")[0] for text in found] == [
+        "2: all_reduce: the ranks wait for each other in different calls.",
+        "0: all_gather: the ranks wait for each other in different calls.",
+    ]
+
+
 def test_a_wait_that_ended_is_not_written(found, monkeypatch):
     """The rank is in its next call when its wait is described: others would take the one for the other."""
     store, describe = dist.HashStore(), wait_spec.describe

@@ -14,15 +14,15 @@ not need every rank.
 
 from __future__ import annotations
 
-import itertools
 import random
 import sys
 import threading
+import weakref
 from concurrent.futures import thread as pools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from allgrad._wire.groups import AGREEMENT, calls_made, world_rank, world_store
-from allgrad._wire.store import read
+from allgrad._wire.groups import AGREEMENT, calls_made, world_group, world_rank
+from allgrad._wire.store import read, tick, ticks_so_far
 from allgrad.errors import CollectiveMismatch
 
 if TYPE_CHECKING:
@@ -34,10 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["find"]
 
 _NEED_ALL = frozenset({"all_reduce", "all_gather", "reduce_scatter", AGREEMENT})
-_looks = itertools.count(1)
-# In place of the number of a look: this rank found a crossing and waits no more. Of the calls made, the
+# Behind the number of a look: this rank found a crossing and waits no more. Of the calls made, the
 # message then has only those before the other rank's call.
-_OVER = 0
+_OVER = "over"
 
 
 class _Wait(NamedTuple):
@@ -49,47 +48,56 @@ class _Wait(NamedTuple):
     name: str
     members: list[int]
     made: dict[str, int]
+    is_over: bool = False
 
     def encode(self) -> str:
         members = " ".join(map(str, self.members))
         made = [f"{number} {name}" for name, number in self.made.items()]
-        return "\n".join([str(self.look), self.group, str(self.number), self.name, members, *made])
+        look = f"{self.look} {_OVER if self.is_over else ''}"
+        return "\n".join([look, self.group, str(self.number), self.name, members, *made])
 
     @staticmethod
     def decode(text: str) -> _Wait:
         look, group, number, name, members, *made = text.split("\n")
         pairs = (line.partition(" ") for line in made)
+        tick_of_look, _, over = look.partition(" ")
         return _Wait(
-            int(look),
+            int(tick_of_look),
             group,
             int(number),
             name,
             [int(rank) for rank in members.split()],
             {name: int(count) for count, _, name in pairs},
+            over == _OVER,
         )
 
 
 # What was read at the last look, by rank of the world. A wait counts when it was there at two looks, or
 # when its own rank found that it crosses another: that rank may not look a second time.
 _seen: dict[int, _Wait] = {}
+# The ticks of a world's store before the first look in that world.
+_since: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _ASKED = 8  # ranks of another group, and
 _MOST = 64  # of all: the store must not grow slow in a large world
 
 
 def find(call: Call, asked: Sequence[int]) -> CollectiveMismatch | None:
     """The error of a wait that no rank can end, after asking these ranks of its group."""
-    store = world_store()
-    if store is None or not _needs_all(call) or _other_threads():
+    world = world_group()
+    if world is None or not _needs_all(call) or _other_threads():
         return None
+    store = world.get_group_store()
+    if world not in _since:
+        _since[world] = ticks_so_far(store)
     own, members = call.group.name, call.group.members
-    mine = _Wait(next(_looks), own, call.group.calls, call.name, members, calls_made())
+    mine = _Wait(tick(store), own, call.group.calls, call.name, members, calls_made())
     store.set(_key(world_rank()), mine.encode())
-    circle = _circle(_Waits(store, mine), mine, [members[rank] for rank in asked])
+    circle = _circle(_Waits(store, mine, _since[world]), mine, [members[rank] for rank in asked])
     if not circle:
         return None
     last = circle[-1][1]  # whose rank waits for this one
     crossed = {last.group: last.number - 1}
-    store.set(_key(world_rank()), mine._replace(look=_OVER, made=crossed).encode())
+    store.set(_key(world_rank()), mine._replace(made=crossed, is_over=True).encode())
     ranks = [world_rank(), *(rank for rank, _ in circle)]
     rows = zip(ranks, [mine, *(wait for _, wait in circle)], strict=True)
     listed = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
@@ -107,8 +115,8 @@ def find(call: Call, asked: Sequence[int]) -> CollectiveMismatch | None:
 class _Waits:
     """What other ranks wrote, each read once in a look."""
 
-    def __init__(self, store: Any, mine: _Wait) -> None:
-        self.mine = mine
+    def __init__(self, store: Any, mine: _Wait, since: int) -> None:
+        self.mine, self._since = mine, since
         self._store = store
         self._read: dict[int, tuple[_Wait, bool] | None] = {}
 
@@ -120,12 +128,13 @@ class _Waits:
 
     def _ask(self, rank: int) -> tuple[_Wait, bool] | None:
         text = read(self._store, _key(rank))
-        if not text:
+        wait = _Wait.decode(text) if text else None
+        if wait is None or wait.look <= self._since:  # of a former world
             return None
-        wait = _Wait.decode(text)
         before, _seen[rank] = _seen.get(rank), wait
-        again = before is not None and before[1:4] == wait[1:4] and before.look < wait.look
-        return wait, again
+        if wait.is_over or before is None or before[1:4] != wait[1:4]:
+            return wait, False
+        return wait, self._since < before.look < wait.look
 
 
 def _circle(waits: _Waits, wait: _Wait, asked: Sequence[int]) -> list[tuple[int, _Wait]]:
@@ -152,7 +161,7 @@ def _circle(waits: _Waits, wait: _Wait, asked: Sequence[int]) -> list[tuple[int,
 def _holds_up(target: _Wait, wait: _Wait, again: bool) -> bool:
     """Whether the rank of ``wait`` does not come to the call of ``target`` as long as it waits."""
     # Of this very call, not of an earlier one that somebody caught.
-    over = wait.look == _OVER and wait.made == {target.group: target.number - 1}
+    over = wait.is_over and wait.made == {target.group: target.number - 1}
     comes_later = wait.made.get(target.group, 0) < target.number
     return wait.group != target.group and comes_later and (again or over)
 

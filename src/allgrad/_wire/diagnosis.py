@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from allgrad._wire import ended_ranks, wait_spec
 from allgrad._wire.groups import REGISTERED, world_rank, world_store
-from allgrad._wire.store import StoreSilent, ask, clear, describe, read
+from allgrad._wire.store import StoreSilent, ask, clear, describe, read, ticks_so_far
 from allgrad._wire.topology import ONE_HOST
 from allgrad.errors import (
     AllgradError,
@@ -88,14 +88,15 @@ def register(call: Call) -> None:
     REGISTERED.add(call.group)
     with contextlib.suppress(RuntimeError):
         store = call.group.process_group.get_group_store()
-        ask(store, partial(_register, store, call.rank))
+        call.group.since = ask(store, partial(_register, store, call.rank))
 
 
-def _register(store: Any, rank: int) -> None:
+def _register(store: Any, rank: int) -> int:
     clear(store, f"allgrad/roll/{rank}")
     # Of the world's store, in which the rank is the world's.
     clear(store, ended_ranks.ended_key(rank))
     store.set(f"allgrad/who/{rank}", f"{os.getpid()} {socket.gethostname()}")
+    return ticks_so_far(store)
 
 
 def remember_agreed(call: Call, by_rank: Sequence[str]) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "calls_made",
     "find_group",
     "is_alone",
+    "world_group",
     "world_rank",
     "world_size",
     "world_store",
@@ -64,7 +65,7 @@ class Group:
         *("__weakref__", "_device_types", "_name", "_ref"),
         *("backends", "calls", "disagreements", "doing", "exchanged", "exchanges", "failed"),
         *("last_exchange", "order", "orders", "queue", "rank", "registered"),
-        *("size", "successors", "thread", "topology", "waiting"),
+        *("since", "size", "successors", "thread", "topology", "waiting"),
     )
 
     def __init__(
@@ -90,7 +91,8 @@ class Group:
         self.queue = Queue()  # of its async calls
         self.disagreements = 0  # in checked mode, seen by every rank
         self.failed = False  # whether a message was lost: its ranks may meet no more
-        self.registered = False  # whether the store knows this process (diagnosis.register)
+        self.registered = False  # whether the store knows this process (diagnosis.register),
+        self.since = 0  # and the ticks of the store until then
         # Its last call, what fits that of the other ranks, and since when it waits for them (watchdog).
         self.waiting: tuple[Any, Any, float] | None = None
         self.topology: Topology | None = None  # found out by the first call (hosts.find_topology)
@@ -282,9 +284,14 @@ def _name_was_reused(group: Group) -> bool:
     return False
 
 
+def world_group() -> Any:
+    """The process group of the whole world; ``None`` without a world."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
 def world_store() -> Any:
     """The store that all ranks of the world share; ``None`` without a world."""
-    world = dist.group.WORLD if dist.is_initialized() else None
+    world = world_group()
     return None if world is None else world.get_group_store()
 
 

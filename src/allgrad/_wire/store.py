@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["StoreSilent", "ask", "clear", "describe", "read"]
+__all__ = ["StoreSilent", "ask", "clear", "describe", "read", "tick", "ticks_so_far"]
 
 T = TypeVar("T")
 
 _SECONDS = 1.5
 _SILENT = 3.5  # a question that is older than this gets no answer
+_TICKS = "allgrad/ticks"
 _lock = threading.Lock()
 
 
@@ -79,6 +80,22 @@ def clear(store: Any, key: str) -> None:
     """Leave no text under a key."""
     if store.check([key]):
         store.set(key, "")
+
+
+def tick(store: Any) -> int:
+    """A number above all that any rank got from this store before."""
+    number: int = store.add(_TICKS, 1)
+    return number
+
+
+def ticks_so_far(store: Any) -> int:
+    """The last number that any rank got.
+
+    A launcher's store outlives the worlds of its processes: what ranks wrote in a former one has no
+    higher number (test_waits_of_a_former_world_are_not_compared).
+    """
+    number: int = store.add(_TICKS, 0)
+    return number
 
 
 def describe(store: Any) -> str:

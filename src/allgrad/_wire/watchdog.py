@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from allgrad._wire import crossed_waits, deadline, diagnosis, ended_ranks, wait_spec
 from allgrad._wire.groups import REGISTERED
-from allgrad._wire.store import read
+from allgrad._wire.store import read, tick
 from allgrad.errors import CollectiveMismatch, rank_table
 
 if TYPE_CHECKING:
@@ -102,13 +102,14 @@ def _compare(wait: Wait, alone: bool) -> None:
     written = f"{number} {brought}\n{_exchanged(call)}"
     if call.group.waiting is not wait:
         return  # the number may be of the next call (test_a_wait_that_ended_is_not_written)
-    store.set(f"allgrad/waits/{call.rank}", written)
+    store.set(f"allgrad/waits/{call.rank}", f"{tick(store)}\n{written}")
     others = [rank for rank in range(call.size) if rank != call.rank]
     asked = random.sample(others, min(len(others), _ASKED))
     rows = {call.rank: brought}
     for rank in asked:
-        told = read(store, f"allgrad/waits/{rank}").split("\n")
-        rows.update((rank, text) for at, text in map(_numbered, told) if at == number)
+        when, *told = read(store, f"allgrad/waits/{rank}").split("\n")
+        if int(when or 0) > call.group.since:
+            rows.update((rank, text) for at, text in map(_numbered, told) if at == number)
     odd = {
         rank: "differs"
         for rank, text in rows.items()
