@@ -47,8 +47,8 @@ def ask(store: Any, question: Callable[[], T], seconds: float = _SECONDS) -> T:
         if before is not None:
             _wait(before.answer, min(until, before.asked + _SILENT))
         answer: Future[T] = Future()
+        threading.Thread(target=_answer, args=(question, answer), daemon=True).start()
         _unanswered[id(client)] = _Question(client, time.monotonic(), answer)
-    threading.Thread(target=_answer, args=(question, answer), daemon=True).start()
     _wait(answer, until)
     _unanswered.pop(id(client), None)
     return answer.result()
