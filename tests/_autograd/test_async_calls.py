@@ -261,6 +261,22 @@ def test_a_wait_that_is_interrupted_at_its_end(rank, requires_grad, monkeypatch)
         same(x.grad, torch.full_like(x, 2.0).detach(), "the gradient")
 
 
+@pytest.mark.ranks(3)
+def test_a_call_for_which_no_thread_could_be_started_is_not_made(rank, monkeypatch):
+    def no_thread(_):
+        raise RuntimeError("can't start new thread")
+
+    group, x = dist.new_group(), torch.full((2,), float(rank))
+    if rank == 1:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_thread)
+            with pytest.raises(RuntimeError, match="new thread"):
+                ag.all_reduce(x, group=group, async_op=True)
+    assert ag.all_reduce(x, group=group, async_op=True).wait().tolist() == [3.0, 3.0]
+    assert ag.all_reduce(x + 1, group=group).tolist() == [6.0, 6.0]
+    assert not call_queue.QUEUES.pending
+
+
 @pytest.mark.ranks(2)
 def test_compute_runs_while_the_call_does(rank):
     """The call is held up until the main thread has computed: it could not end if they took turns."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Held: TypeAlias = "dict[Blocks[Any], Block[Any]]"
 
-__all__ = ["Block", "Blocks", "hold_current", "inside"]
+__all__ = ["Block", "Blocks", "hold_current", "inside", "let_go"]
 
 T = TypeVar("T")
 
@@ -142,5 +142,10 @@ def inside(held: Held) -> Generator[None]:
         yield
     finally:
         _HERE.held = None
-        for blocks, block in held.items():
-            blocks.let_go(block)
+        let_go(held)
+
+
+def let_go(held: Held) -> None:
+    """Let the blocks of a call that is done, or could not be started, be over."""
+    for blocks, block in held.items():
+        blocks.let_go(block)

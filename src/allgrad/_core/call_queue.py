@@ -89,7 +89,15 @@ def start(call: Callable[[], T], queue: Queue) -> Future[T]:
         queue.thread = queue.thread or ThreadPoolExecutor(1, "allgrad")
         QUEUES.pending += 1
         queue.pending += 1
-        return queue.thread.submit(run)
+        try:
+            return queue.thread.submit(run)
+        except BaseException:
+            # No thread could be started. Another try would run this call too, which has raised here.
+            QUEUES.pending -= 1
+            queue.pending -= 1
+            queue.thread = None
+            blocks.let_go(held)
+            raise
 
 
 def is_free(queue: Queue) -> bool:
