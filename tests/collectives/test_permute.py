@@ -1,5 +1,6 @@
 """permute and shift."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,3 +65,16 @@ def test_numbers_complex_and_given_sizes(world):
         pieces(ragged_shapes(world, "ragged", 0)),
     )
     check_exact(lambda x: ag.shift(x, sizes="equal"), reference.shift, pieces([(2, 3)] * 3))
+
+
+@pytest.mark.ranks(3)
+def test_pairs_may_come_from_an_iterator_in_checked_mode(rank, world):
+    with ag.checked():
+        y = ag.permute(torch.tensor([float(rank)]), zip(range(world), [1, 2, 0], strict=True))
+    assert y.tolist() == [(rank - 1) % world]
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("one", [np.int64(1), torch.tensor(1)])
+def test_an_offset_is_any_whole_number(rank, world, one):
+    assert ag.shift(torch.tensor([float(rank)]), one).tolist() == [(rank - 1) % world]

@@ -8,7 +8,7 @@ from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
 from allgrad._core.partition import Partition, unpack
 from allgrad._wire import primitives as wire
 from allgrad._wire.consistency import refuse
-from allgrad.collectives._inputs import check_grad, check_rank, describe, named, run_known
+from allgrad.collectives._inputs import as_index, check_grad, check_rank, describe, named, run_known
 from allgrad.collectives._pair_cache import hashable, recall
 from allgrad.collectives._size_exchange import held_pieces
 from allgrad.errors import GroupError, InputError
@@ -79,9 +79,10 @@ def permute(
 
     Cost: one collective each way, plus one size exchange unless ``sizes`` is given.
     """
-    call = wire.resolve("permute", group, lambda: describe(x, dim, given=f"{pairs}, dim={dim}"))
+    listed = list(pairs)  # the repr of an iterator has an address, which differs between ranks
+    call = wire.resolve("permute", group, lambda: describe(x, dim, given=f"{listed}, dim={dim}"))
     stop = check_grad(call, grad)
-    to = _destinations("permute", call, pairs)
+    to = _destinations("permute", call, listed)
     leaves, partition = held_pieces(call, x, dim, sizes, root=_number(to))
     call = named(call, leaves)
     return leaves.run_parts(
@@ -151,12 +152,13 @@ def shift(
         "shift", group, lambda: describe(x, dim, given=f"offset={offset}, wrap={wrap}, dim={dim}")
     )
     stop = check_grad(call, grad)
-    if isinstance(offset, bool) or not isinstance(offset, int):
+    by = as_index(offset)
+    if by is None:
         problem = f"shift: offset={offset!r} is not a whole number.\nGive ranks to move on."
         refuse(call, InputError(problem))
     last = call.size - 1
     to = [
-        (rank + offset) % call.size if wrap or 0 <= rank + offset <= last else -1
+        (rank + by) % call.size if wrap or 0 <= rank + by <= last else -1
         for rank in range(call.size)
     ]
     leaves, partition = held_pieces(call, x, dim, sizes, "permute", _number(to))
@@ -221,7 +223,7 @@ def permute_pair(call: Call, partition: Partition, *destinations: int) -> Adjoin
     )
 
 
-def _destinations(name: str, call: Call, pairs: Iterable[object]) -> list[int]:
+def _destinations(name: str, call: Call, pairs: Sequence[object]) -> list[int]:
     """Where each rank sends to; -1 for nowhere."""
     to = [-1] * call.size
     for entry in pairs:
