@@ -127,3 +127,24 @@ def test_sizes_that_were_overwritten_are_read_again(rank, kind):
         for kept, n in zip(sizes, given, strict=True):
             kept.fill_(n)
         assert ag.reduce_scatter(x, sizes=sizes).tolist() == (2 * x).split(given)[rank].tolist()
+
+
+NUMBERS = {
+    "broadcast, src": ag.broadcast,
+    "reduce, dst": ag.reduce,
+    "gather, dst": lambda x, n: ag.gather(x, n, sizes=[3, 3, 3]),
+    "gather, dim": lambda x, n: ag.gather(x, 1, n, sizes=[3, 3, 3]),
+    "all_gather, dim": lambda x, n: ag.all_gather(x, n, sizes="equal"),
+    "reduce_scatter, dim": lambda x, n: ag.reduce_scatter(x, n, sizes="equal"),
+    "all_to_all, dim": lambda x, n: ag.all_to_all(x, n, send_sizes="equal"),
+    "shift, offset": lambda x, n: ag.shift(x, n, sizes="equal"),
+}
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_in_tensors_may_change(rank, name):
+    call, x, number = NUMBERS[name], random((3, 3), rank), torch.tensor(0)
+    for n in range(2):
+        number.fill_(n)
+        assert torch.equal(call(x, number), call(x, n))

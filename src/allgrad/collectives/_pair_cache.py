@@ -52,6 +52,9 @@ def remember(pair: AdjointPair, name: str, x: object, group: GroupLike, *given: 
     key = group_key(group)
     if key is None or type(x) not in _PLAIN_TYPES:
         return
+    for argument in given:
+        if isinstance(argument, Tensor):
+            return  # it may have another value then (test_numbers_in_tensors_may_change)
     if len(_PAIRS) >= _MOST:
         _PAIRS.clear()
     try:
