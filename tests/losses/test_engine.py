@@ -319,6 +319,18 @@ def test_numbers_after_inference_mode_and_fake_tensors(rank, world):
     assert torch.equal(before, after.detach())
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("loss", [clip_loss, info_nce_loss])
+def test_label_smoothing_in_a_tensor_may_change(rank, loss):
+    q, k, smoothing = random((4, 8), rank), random((4, 8), rank + 10), torch.tensor(0.0)
+    for number in (0.0, 0.5):
+        smoothing.fill_(number)
+        given, want = (
+            loss(q, k, 2.0, label_smoothing=x, sizes="equal") for x in (smoothing, number)
+        )
+        assert torch.equal(given, want)
+
+
 @pytest.mark.parametrize("dtypes", [("float16", "bfloat16"), ("bfloat16", "float16")])
 @pytest.mark.ranks(2)
 def test_autocast_to_the_other_16_bits(rank, world, dtypes):
