@@ -297,6 +297,25 @@ def test_a_rank_that_does_not_notice_a_death_is_killed() -> None:
     assert run_ranks(summed, 2) == [3.0, 3.0]
 
 
+def test_a_signal_without_a_name_is_told_by_its_number():
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(lambda: os.kill(os.getpid(), 40) if dist.get_rank() else None, 2)
+    assert caught.value.root.summary == "the process was killed by signal 40"
+
+
+@pytest.mark.parametrize("how", ["closed", "removed"])
+def test_a_rank_that_prints_nothing_returns_its_result(how):
+    def silence():
+        if dist.get_rank() == 1:
+            sys.stdout = open(os.devnull, "w") if how == "closed" else None  # noqa: SIM115, PTH123
+            if how == "closed":
+                sys.stdout.close()
+        return dist.get_rank()
+
+    assert run_ranks(silence, 3) == [0, 1, 2]
+    assert run_ranks(lambda: sys.stdout is sys.__stdout__, 3) == [True] * 3  # of the next call
+
+
 def test_a_rank_killed_between_calls_is_replaced() -> None:
     pids = run_ranks(os.getpid, 2)
     os.kill(pids[0], signal.SIGKILL)

@@ -89,7 +89,7 @@ class Worker:
         if code is None:
             how = "closed its connection to the caller"
         elif code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+            how = f"was killed by {_signal_name(-code)}"
         else:
             how = f"exited with code {code}"
         return RankError(rank, "died", f"the process {how}", self._stack(), time.monotonic())
@@ -123,6 +123,12 @@ class Worker:
     def _stack(self) -> str:
         written = os.pread(self._stack_file.fileno(), 1 << 20, 0).decode(errors="replace")
         return failures.rank_code(written)
+
+
+def _signal_name(number: int) -> str:
+    with contextlib.suppress(ValueError):  # most real-time signals have no name
+        return signal.Signals(number).name
+    return f"signal {number}"
 
 
 def as_answered(connections: dict[Connection, int], limit: float) -> Iterator[int]:

@@ -7,6 +7,7 @@ whatever it is doing.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -85,8 +86,10 @@ def _perform(call: Call, current: world.World) -> Finished | RankError:
     except BaseException as error:  # noqa: BLE001 - a rank's sys.exit() is a failure too
         return RankError.of(current.rank, error, time.monotonic())
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            # The function may have closed or removed it: some ranks are to print nothing.
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                stream.flush()
 
 
 def _reset(call: Call, rank: int) -> None:
@@ -94,6 +97,7 @@ def _reset(call: Call, rank: int) -> None:
     if sys.path != call.path:
         sys.path[:] = call.path
     os.chdir(call.directory)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
