@@ -83,3 +83,24 @@ def test_batched_gradients_of_async_calls(rank, world, tied):
     if not tied:
         seconds = [torch.autograd.grad((g * batch).sum(), x, **options)[0] for g in (got, each)]
         same(*seconds, "the second derivatives")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", CALLS)
+def test_batched_gradients_beside_dual_numbers(rank, name):
+    """Of the value and of the tangent, while the dual level is there and after it."""
+    x, t = leaf(random((4, 3), rank)), random((4, 3), 7 + rank)
+
+    def rows_of(y):
+        batch = random((2, *y.shape), 9 + rank)
+        (got,) = torch.autograd.grad(y, x, batch, is_grads_batched=True, retain_graph=True)
+        each = [torch.autograd.grad(y, x, one, retain_graph=True)[0] for one in batch]
+        same(got, torch.stack(each), "the gradients")
+
+    with forward_ad.dual_level():
+        y = CALLS[name](forward_ad.make_dual(x, t).sin()).sin()
+        value, tangent = forward_ad.unpack_dual(y)
+        rows_of(value)
+        rows_of(tangent)
+    rows_of(value)
+    rows_of(tangent)

@@ -276,7 +276,7 @@ class _Apply(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.pair.call is not None:
             call_order.check(ctx, ctx.pair.call)
-        return None, anchor_gradient(ctx), *apply(ctx.pair.adjoint, gradients)
+        return None, anchor_gradient(ctx), *apply_adjoint(ctx.pair, gradients)
 
     @staticmethod
     def vmap(
