@@ -104,3 +104,26 @@ def test_batched_gradients_beside_dual_numbers(rank, name):
         rows_of(tangent)
     rows_of(value)
     rows_of(tangent)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("way", ["plain", "nest", "async", "lockstep", "dual", "graph"])
+def test_sparse_gradient_of_one_rank(rank, world, way):
+    """A table that rank 1 looks up with sparse=True: its gradient is that of a dense one."""
+    xs = [leaf(random((2, 3), r)) for r in range(world)]
+    x, rows = xs[rank], [torch.tensor([r, 0, 5, r]) for r in range(world)]
+
+    def table(x):
+        if way == "nest":
+            return ag.all_gather([x, x * 2])[0]
+        return ag.all_gather(x, async_op=True).wait() if way == "async" else ag.all_gather(x)
+
+    run = torch.compile(table, backend="eager") if way == "graph" else table
+    with contextlib.ExitStack() as stack:
+        if way in {"lockstep", "dual"}:
+            stack.enter_context(ag.lockstep() if way == "lockstep" else forward_ad.dual_level())
+        found = torch.nn.functional.embedding(rows[rank], run(x), sparse=rank == 1)
+    (slope,) = torch.autograd.grad(found.sin().sum(), x)
+    whole = torch.cat(xs)
+    total = sum(whole[r].sin().sum() for r in rows)
+    same(slope, torch.autograd.grad(total, x)[0], "the gradient")

@@ -19,6 +19,7 @@ import torch
 
 from allgrad._autograd import backward_order, call_order, started_calls, transforms
 from allgrad._core import call_queue
+from allgrad._core.partition import dense
 from allgrad._core.torch_internals import (
     anchor_gradient,
     is_batched_gradient,
@@ -243,5 +244,6 @@ class _Wait(torch.autograd.Function):
         # With create_graph the adjoint is a collective of the chain too, for the next backward.
         chain = ctx.pending.chain if torch.is_grad_enabled() else None
         ctx.pending.adjoint = PendingCall(ctx.pending.pair.adjoint, chain)
-        ticket = _Start.apply(ctx.pending.adjoint, transforms.ANCHOR, *gradients)  # type: ignore[no-untyped-call]
+        sent = dense(gradients)
+        ticket = _Start.apply(ctx.pending.adjoint, transforms.ANCHOR, *sent)  # type: ignore[no-untyped-call]
         return None, token, ticket

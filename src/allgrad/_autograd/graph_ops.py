@@ -32,7 +32,7 @@ from allgrad._autograd.adjoint_pair import HANDSHAKE, MAKERS
 from allgrad._autograd.transforms import ANCHOR, apply
 from allgrad._core.call_queue import in_backward
 from allgrad._core.graph_internals import forget_own_guards, graph_internals
-from allgrad._core.partition import Partition
+from allgrad._core.partition import Partition, dense
 from allgrad._core.torch_internals import (
     constant_in_graphs,
     functorch_active,
@@ -306,7 +306,7 @@ class _AtOneLevel(_TORCH.SingleLevelFunction):  # type: ignore[misc, name-define
         # With create_graph=True every rank takes part in the next derivative too.
         anchor = ANCHOR if ctx.anchor is None and torch.is_grad_enabled() else ctx.anchor
         back = _later(ctx.node, flip=True)
-        return None, None, None, *_OPS.apply(ys, anchor, back, ctx.sizes_back)
+        return None, None, None, *_OPS.apply(dense(ys), anchor, back, ctx.sizes_back)
 
     @staticmethod
     def jvp(

@@ -19,6 +19,7 @@ from torch.compiler import is_compiling
 
 from allgrad._autograd import call_order, started_calls
 from allgrad._autograd.call_order import THREAD
+from allgrad._core.partition import dense
 from allgrad._core.torch_internals import (
     FakeTensor,
     VmapInterpreter,
@@ -68,7 +69,7 @@ __all__ = [
 # result when some input requires grad; this one always does, is empty, and gets no gradient that
 # anybody reads (anchor_gradient).
 ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
-_STATE, _STARTED = call_order.STATE, started_calls.STATE
+_STATE, _STARTED, _STRIDED = call_order.STATE, started_calls.STATE, torch.strided
 
 
 def apply(
@@ -109,10 +110,12 @@ def apply_adjoint(pair: AdjointPair, gradients: Sequence[Tensor]) -> Sequence[Te
 
 
 def _apply_to_batch(pair: AdjointPair, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The pair on gradients or tangents, which may be a batch of torch's first vmap."""
+    """The pair on gradients or tangents, which may be sparse, or a batch of torch's first vmap."""
     for x in xs:
         if is_batched_gradient(x):
             return rebatch(apply(pair, unbatch(xs)))
+        if x.layout is not _STRIDED:
+            return apply(pair, dense(xs), in_backward=True)
     return apply(pair, xs, in_backward=True)
 
 
@@ -126,9 +129,7 @@ _find_chain: Callable[[], _Chain | None] | None = None  # while some thread is i
 
 
 def order_with(find_chain: Callable[[], _Chain | None] | None) -> None:
-    """Let the chain of a thread, if it has one, run its differentiable calls of eager autograd; ``None``
-    ends it.
-    """
+    """Let the chain of a thread, if any, run its calls of eager autograd; ``None`` ends it."""
     global _find_chain  # noqa: PLW0603
     _find_chain = find_chain
 

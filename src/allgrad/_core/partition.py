@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Partition",
     "as_bytes",
+    "dense",
     "even",
     "no_elements",
     "pack",
@@ -46,6 +47,13 @@ def as_bytes(x: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, flat, in its own memory."""
     # A single element counts as contiguous whatever its stride.
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+def dense(xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors with dense memory: the gradient of ``embedding(sparse=True)`` is sparse."""
+    if all(x.layout is torch.strided for x in xs):
+        return xs
+    return [x.to_dense() for x in xs]
 
 
 def pack_flat(xs: Sequence[Tensor]) -> Tensor:
