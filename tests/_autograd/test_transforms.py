@@ -1,4 +1,4 @@
-"""What surrounds a call: autocast, and gradients that torch hands on without memory."""
+"""What surrounds a call: autocast, gradients that torch hands on in other forms, and results changed in place."""
 
 import contextlib
 
@@ -127,3 +127,27 @@ def test_sparse_gradient_of_one_rank(rank, world, way):
     whole = torch.cat(xs)
     total = sum(whole[r].sin().sum() for r in rows)
     same(slope, torch.autograd.grad(total, x)[0], "the gradient")
+
+
+RESHAPED = {
+    "all_gather": lambda x, **options: ag.all_gather(x, 1, **options),
+    "reduce_scatter": lambda x, **options: ag.reduce_scatter(x, 1, **options),
+    "gather": lambda x, **options: ag.gather(x, 0, 1, **options),
+    "scatter": lambda x, **options: ag.scatter(x, 0, 1, **options),
+    "shift": lambda x, **options: ag.shift(x, dim=1, **options),
+    "scan": ag.scan,
+}
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("name", RESHAPED)
+def test_results_without_gradient_may_be_changed_in_place(rank, name):
+    """By what requires grad, as where a rank puts its own features back among those of all ranks."""
+    x = leaf(random((3, 4), rank))
+    with torch.no_grad():
+        results = [RESHAPED[name](x)]
+    results.append(RESHAPED[name](x, grad="none"))
+    for y in results:
+        factor, value = leaf(random(y.shape, 5)), y.clone()
+        y.mul_(factor).sum().backward()
+        same(factor.grad, value, "the gradient")

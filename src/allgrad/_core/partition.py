@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from allgrad._core.torch_internals import flatten_dense, unflatten_dense
+from allgrad._core.torch_internals import below_view_tracking, flatten_dense, unflatten_dense
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -204,7 +204,12 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _shaped(flat: Tensor, shape: Sequence[int]) -> Tensor:
-    return flat if flat.dim() == len(shape) else flat.view(shape)
+    if flat.dim() == len(shape):
+        return flat
+    # The result of a call: a view that was made under no_grad could not be changed in place by what
+    # requires grad (test_results_without_gradient_may_be_changed_in_place).
+    with below_view_tracking():
+        return flat.view(shape)
 
 
 def _elements_per_step(x: Tensor, dim: int) -> int:
