@@ -6,7 +6,7 @@ import torch
 
 import allgrad as ag
 import reference
-from exactness import SIZES, check_exact, pieces, place, ragged_shapes
+from exactness import SIZES, check_exact, pieces, place, ragged_shapes, same
 from places import everywhere, on
 
 PAIRS = {
@@ -68,10 +68,15 @@ def test_numbers_complex_and_given_sizes(world):
 
 
 @pytest.mark.ranks(3)
-def test_pairs_may_come_from_an_iterator_in_checked_mode(rank, world):
+def test_pairs_from_an_iterator(rank, world):
+    """In checked mode too, where the ranks compare the pairs, and not where each keeps its iterator."""
+    xs = pieces([(2,), (1,), (3,)])
+    want = reference.permute(xs, [(0, 1), (1, 2)])[rank]
     with ag.checked():
-        y = ag.permute(torch.tensor([float(rank)]), zip(range(world), [1, 2, 0], strict=True))
-    assert y.tolist() == [(rank - 1) % world]
+        for pairs in (zip((0, 1), (1, 2), strict=True), ((r, r + 1) for r in range(world - 1))):
+            same(ag.permute(xs[rank], pairs), want, "the pieces")
+    with pytest.raises(ag.errors.InputError, match="permute: 3 is not a"):
+        ag.permute(xs[rank], 3)
 
 
 @pytest.mark.ranks(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
@@ -14,7 +15,7 @@ from allgrad.collectives._size_exchange import held_pieces
 from allgrad.errors import GroupError, InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -79,7 +80,8 @@ def permute(
 
     Cost: one collective each way, plus one size exchange unless ``sizes`` is given.
     """
-    listed = list(pairs)  # the repr of an iterator has an address, which differs between ranks
+    # A list: ranks compare it in checked mode, and an iterator is used up once.
+    listed = [*pairs] if isinstance(pairs, Iterable) else [pairs]
     call = wire.resolve("permute", group, lambda: describe(x, dim, given=f"{listed}, dim={dim}"))
     stop = check_grad(call, grad)
     to = _destinations("permute", call, listed)
