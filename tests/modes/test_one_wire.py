@@ -110,6 +110,39 @@ def test_graph_runs_on_a_new_world():
             same(g, 2 * torch.full((2,), 3.0).cos(), "the gradient")
 
 
+NUMBERS = {
+    "all_gather": lambda x, n: ag.all_gather(x, n, sizes="equal"),
+    "reduce_scatter": ag.reduce_scatter,
+    "all_to_all": ag.all_to_all,
+    "broadcast": ag.broadcast,
+    "reduce": ag.reduce,
+    "gather": lambda x, n: ag.gather(x, n, 1 - n),
+    "scatter": lambda x, n: ag.scatter(x, n, 1 - n),
+    "permute": lambda x, n: ag.permute(x, [(n, 1 - n)], dim=n),
+    "shift": lambda x, n: ag.shift(x, n, dim=n),
+    "split": ag.split,
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.one_in(5)
+@pytest.mark.ranks(2, timeout=280)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_vary_from_call_to_call(rank, name):
+    """A dim, src, dst, offset or pairs that the caller gives: each makes a graph of its own, and rank 1 is eager."""
+
+    def run(x, n):
+        return NUMBERS[name](x.sin(), n).square().sum() * (rank + 1)
+
+    given = run if rank else compiled(run)
+    x = random((2, 4), rank)
+    for n in (0, 1, 0):
+        mine, wanted = leaf(x), leaf(x)
+        given(mine, n).backward()
+        run(wanted, n).backward()
+        same(mine.grad, wanted.grad, f"the gradient for {n}")
+
+
 # ---- sizes --------------------------------------------------------------------------------------
 
 

@@ -37,6 +37,7 @@ __all__ = [
     "describe",
     "exchange",
     "has_only_shapes",
+    "in_words",
     "named",
     "run_known",
     "take_leaves",
@@ -176,15 +177,12 @@ def take_leaves(name: str, x: object) -> Leaves:
     return Leaves(tensors, frame)
 
 
-def describe(x: object, free_dim: int | None = None, *, given: str = "") -> str:
+def describe(x: object, free_dim: int | None = None, /, **given: object) -> str:
     """Arguments, names in a nest, shapes and dtypes in words, as checked mode compares them.
 
     A free dim is left open.
-
-    A caller does not put this call into an f-string of its own: TorchDynamo, where it leaves the
-    graph inside, loses that symbolic ints before it were formatted (test_dynamic_shift_in_lockstep).
     """
-    before = f"{given}, " if given else ""
+    before = in_words(**given) + ", " if given else ""
     if isinstance(x, Tensor):
         tensors = [x]
     else:
@@ -194,8 +192,24 @@ def describe(x: object, free_dim: int | None = None, *, given: str = "") -> str:
             return before + "?"
         before += ", ".join([*frame.names(), ""])
     if torch.compiler.is_compiling() and any(t.dim() for t in tensors):
-        return before + shapes_of_graph(free_dim)
+        return before + shapes_of_graph(as_constant(free_dim))
     return before + describe_shapes(tensors, free_dim)
+
+
+def in_words(**given: object) -> str:
+    """Arguments by name."""
+    return ", ".join([f"{name}={as_constant(value)}" for name, value in given.items()])
+
+
+def as_constant(value: object) -> object:
+    """Of a number that varies from call to call a constant of the graph: TorchDynamo formats no other
+    (test_numbers_that_vary_from_call_to_call).
+    """
+    if isinstance(value, (list, tuple)):
+        return [as_constant(item) for item in value]
+    return (
+        operator.index(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    )
 
 
 _KNOWN_DTYPES = frozenset(handshake.DTYPES)

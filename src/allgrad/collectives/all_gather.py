@@ -108,9 +108,7 @@ def _checked_all_gather(  # noqa: PLR0917
     key: tuple[Any, ...] | None,
 ) -> Any:
     """A call like no call before. Apart, so that a call from the cache makes no closures."""
-    call = wire.resolve(
-        "all_gather", group, lambda: describe(x, dim, given=f"dim={dim}, grad={grad}")
-    )
+    call = wire.resolve("all_gather", group, lambda: describe(x, dim, dim=dim, grad=grad))
     stop = check_grad(call, grad, same=True)
     leaves, partition = held_pieces(call, x, dim, sizes)
     call = named(call, leaves)
@@ -173,7 +171,7 @@ def reduce_scatter(
     known = None if key is None else recall(*key)
     if known is not None:
         return run_known(known, x, grad, async_op)
-    call = wire.resolve("reduce_scatter", group, lambda: describe(x, given=f"dim={dim}, op={op}"))
+    call = wire.resolve("reduce_scatter", group, lambda: describe(x, dim=dim, op=op))
     stop = check_grad(call, grad)
     compared = sizes is None and call.size > 1
 
@@ -265,7 +263,7 @@ def split(
 
     Cost: nothing forward, one collective backward.
     """
-    call = wire.resolve("split", group, lambda: describe(x, given=f"dim={dim}"))
+    call = wire.resolve("split", group, lambda: describe(x, dim=dim))
     stop = check_grad("split", grad)
     leaves, dims = take_leaves("split", x).along("split", dim)
     partition = partition_for(call, leaves, dims, sizes)
@@ -293,7 +291,7 @@ def gather_sizes(x: object, dim: int = 0, *, group: GroupLike = None) -> Any:
 
     Cost: one size exchange. Pass the result as ``sizes=`` to save it in later calls.
     """
-    call = wire.resolve("gather_sizes", group, lambda: describe(x, dim, given=f"dim={dim}"))
+    call = wire.resolve("gather_sizes", group, lambda: describe(x, dim, dim=dim))
     leaves, partition = held_pieces(call, x, dim, None)
     return leaves.put_back(partition.sizes)
 

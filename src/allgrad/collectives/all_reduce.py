@@ -98,7 +98,7 @@ def _checked_all_reduce(  # noqa: PLR0917
     x: Any, op: Op, group: GroupLike, grad: Grad, async_op: bool, key: tuple[Any, ...]
 ) -> Any:
     """A call like no call before. Apart, so that a call from the cache makes no closures."""
-    call = wire.resolve("all_reduce", group, lambda: describe(x, given=f"op={op}, grad={grad}"))
+    call = wire.resolve("all_reduce", group, lambda: describe(x, op=op, grad=grad))
     stop = check_grad(call, grad, same=True)
     leaves, found = take_reduced(call, x, op)
     call = named(call, leaves)

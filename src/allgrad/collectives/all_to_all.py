@@ -137,7 +137,7 @@ def _checked_all_to_all(  # noqa: PLR0917
 ) -> Any:
     """A call like no call before. Apart, so that a call from the cache makes no closures."""
     equal = isinstance(send_sizes, str) and isinstance(recv_sizes, str)
-    call = wire.resolve("all_to_all", group, lambda: describe(x, dim, given=f"dim={dim}"))
+    call = wire.resolve("all_to_all", group, lambda: describe(x, dim, dim=dim))
     stop = check_grad(call, grad)
 
     def check() -> tuple[Leaves, Partition, Partition | None]:

@@ -85,7 +85,7 @@ def broadcast(
     known = recall(*key)
     if known is not None:
         return run_known(known, x, grad, async_op)
-    call = wire.resolve("broadcast", group, lambda: describe(x, given=f"src={src}, grad={grad}"))
+    call = wire.resolve("broadcast", group, lambda: describe(x, src=src, grad=grad))
     stop = check_grad(call, grad, same=True)
     root = check_rank("broadcast", call, "src", src)
     leaves = check_for_all(
@@ -145,7 +145,7 @@ def reduce(
     known = recall(*key)
     if known is not None:
         return run_known(known, x, grad, async_op)
-    call = wire.resolve("reduce", group, lambda: describe(x, given=f"dst={dst}, op={op}"))
+    call = wire.resolve("reduce", group, lambda: describe(x, dst=dst, op=op))
     stop = check_grad(call, grad)
     root = check_rank("reduce", call, "dst", dst)
     leaves, found = take_reduced(call, x, op)

@@ -17,6 +17,7 @@ from allgrad.collectives._inputs import (
     check_rank,
     describe,
     has_only_shapes,
+    in_words,
     named,
     run_known,
     take_leaves,
@@ -93,7 +94,7 @@ def gather(
         known = recall(*key)
         if known is not None:
             return run_known(known, x, grad, async_op)
-    call = wire.resolve("gather", group, lambda: describe(x, dim, given=f"dst={dst}, dim={dim}"))
+    call = wire.resolve("gather", group, lambda: describe(x, dim, dst=dst, dim=dim))
     stop = check_grad(call, grad)
     root = check_rank("gather", call, "dst", dst)
     leaves, partition = held_pieces(call, x, dim, sizes, root=root)
@@ -180,7 +181,7 @@ def scatter(
 
     Cost: one collective each way, and one exchange in which ``src`` tells shape and dtype.
     """
-    call = wire.resolve("scatter", group, lambda: f"src={src}, dim={dim}")
+    call = wire.resolve("scatter", group, lambda: in_words(src=src, dim=dim))
     stop = check_grad(call, grad)
     root = check_rank("scatter", call, "src", src)
     here = call.rank == root

@@ -82,7 +82,7 @@ def permute(
     """
     # A list: ranks compare it in checked mode, and an iterator is used up once.
     listed = [*pairs] if isinstance(pairs, Iterable) else [pairs]
-    call = wire.resolve("permute", group, lambda: describe(x, dim, given=f"{listed}, dim={dim}"))
+    call = wire.resolve("permute", group, lambda: describe(x, dim, pairs=listed, dim=dim))
     stop = check_grad(call, grad)
     to = _destinations("permute", call, listed)
     leaves, partition = held_pieces(call, x, dim, sizes, root=_number(to))
@@ -150,9 +150,7 @@ def shift(
         known = recall(*key)
         if known is not None:
             return run_known(known, x, grad, async_op)
-    call = wire.resolve(
-        "shift", group, lambda: describe(x, dim, given=f"offset={offset}, wrap={wrap}, dim={dim}")
-    )
+    call = wire.resolve("shift", group, lambda: describe(x, dim, offset=offset, wrap=wrap, dim=dim))
     stop = check_grad(call, grad)
     by = as_index(offset)
     if by is None:

@@ -79,7 +79,7 @@ def scan(
     Cost: for ``sum`` and ``mean`` log2(ranks) messages of one piece each way; between hosts a piece
     crosses a link once for two hosts. The other reductions gather all pieces.
     """
-    call = wire.resolve("scan", group, lambda: describe(x, given=f"op={op}, exclusive={exclusive}"))
+    call = wire.resolve("scan", group, lambda: describe(x, op=op, exclusive=exclusive))
     stop = check_grad(call, grad)
     leaves, found = take_reduced(call, x, op)
     call = named(call, leaves)
