@@ -130,3 +130,23 @@ def test_complex32_is_not_added():
         y = call(x.requires_grad_())
         with pytest.raises(ag.errors.ReductionError, match=r"complex32(.*\n)*.*complex64"):
             y.backward(torch.ones_like(y))
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("many", [False, True])
+def test_mean_of_large_halves(rank, world, many):
+    """Their sum is infinite in float16; as torch's mean of the stacked pieces, theirs is not."""
+    x = torch.full((3, 2), 40000.0, dtype=torch.float16, requires_grad=True)
+    calls = {
+        "all_reduce": lambda x: ag.all_reduce(x, "mean"),
+        "reduce": lambda x: ag.reduce(x, 0, "mean"),
+        "reduce_scatter": lambda x: ag.reduce_scatter(x, op="mean"),
+        "scan": lambda x: ag.scan(x, "mean"),
+    }
+    for name, call in calls.items():
+        y = (call([x, x])[1] if many else call(x))[:1]
+        want = 0.0 if name == "reduce" and rank else 40000.0
+        torch.testing.assert_close(y, torch.full_like(y, want), rtol=1e-3, atol=0, msg=name)
+        (g,) = torch.autograd.grad(y, x, torch.full_like(y, 30000.0))
+        assert g.dtype == torch.float16
+        assert g.isfinite().all(), name

@@ -53,8 +53,8 @@ MUTATIONS = (
     (
         "a dropped scale",
         "collectives/all_reduce.py",
-        "[x if divided_by == 1 else x / divided_by for x in xs]",
-        "[x for x in xs]",
+        "return [x / divided_by for x in xs]",
+        "return list(xs)",
     ),
     (
         "a wrong dim",

@@ -19,6 +19,7 @@ __all__ = [
     "Partition",
     "as_bytes",
     "dense",
+    "divided_first",
     "even",
     "no_elements",
     "pack",
@@ -54,6 +55,14 @@ def dense(xs: Sequence[Tensor]) -> Sequence[Tensor]:
     if all(x.layout is torch.strided for x in xs):
         return xs
     return [x.to_dense() for x in xs]
+
+
+def divided_first(x: Tensor, by: int) -> tuple[Tensor, int]:
+    """What is added up for a mean, and what is left to divide the sum by.
+
+    A sum of float16 may be infinite where the mean is not (test_mean_of_large_halves).
+    """
+    return (x / by, 1) if by != 1 and x.dtype is torch.float16 else (x, by)
 
 
 def pack_flat(xs: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
 from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
-from allgrad._core.partition import Partition, real_memory, unpack
+from allgrad._core.partition import Partition, divided_first, real_memory, unpack
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import (
     Leaves,
@@ -313,9 +313,11 @@ def gather_pair(call: Call, partition: Partition, divided_by: int = 1) -> Adjoin
 
     def reduce_and_keep(xs: Sequence[Tensor]) -> list[Tensor]:
         if rows is not None:
-            return [_divided(wire.reduce_scatter(call, xs[0], rows), divided_by)]
-        out = wire.reduce_scatter(call, partition.pack_blocks(xs), partition.counts(xs))
-        return unpack(_divided(out, divided_by), partition.shapes(xs, call.rank))
+            x, by = divided_first(xs[0], divided_by)
+            return [_divided(wire.reduce_scatter(call, x, rows), by)]
+        x, by = divided_first(partition.pack_blocks(xs), divided_by)
+        out = wire.reduce_scatter(call, x, partition.counts(xs))
+        return unpack(_divided(out, by), partition.shapes(xs, call.rank))
 
     made = Made("all_gather", call, (partition, divided_by))
     return AdjointPair("all_gather", "reduce_scatter", gather, reduce_and_keep, made)

@@ -9,7 +9,7 @@ import torch
 
 from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
 from allgrad._autograd.transforms import apply
-from allgrad._core.partition import Partition, even, pack, unpack_like
+from allgrad._core.partition import Partition, divided_first, even, pack, unpack_like
 from allgrad._core.torch_internals import is_zero_tensor
 from allgrad._wire import primitives as wire
 from allgrad._wire.calls import of_flat, of_stacked
@@ -198,11 +198,8 @@ def _same_pair(call: Call, divided_by: int) -> AdjointPair:
 
 
 def _reduced(call: Call, by: int, xs: Sequence[Tensor]) -> list[Tensor]:
-    if len(xs) == 1:
-        out = wire.all_reduce(call, xs[0])
-        return [out if by == 1 else out.div_(by)]
-    return _divided(wire.all_reduce(call, pack(xs), scratch=True), xs, by)
-
-
-def _divided(fresh: Tensor, xs: Sequence[Tensor], by: int) -> list[Tensor]:
-    return unpack_like(fresh if by == 1 else fresh.div_(by), xs)
+    if len(xs) == 1 and by == 1:  # most calls, without packing
+        return [wire.all_reduce(call, xs[0])]
+    x, by = divided_first(xs[0] if len(xs) == 1 else pack(xs), by)
+    out = wire.all_reduce(call, x, scratch=x is not xs[0])
+    return unpack_like(out if by == 1 else out.div_(by), xs)

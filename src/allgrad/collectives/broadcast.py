@@ -9,7 +9,7 @@ import torch
 from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
 from allgrad._autograd.transforms import apply
 from allgrad._core import reductions
-from allgrad._core.partition import Partition, pack, unpack_like
+from allgrad._core.partition import Partition, divided_first, pack, unpack_like
 from allgrad._wire import primitives as wire
 from allgrad._wire.calls import of_stacked
 from allgrad.collectives._inputs import (
@@ -185,7 +185,8 @@ def _sum_pair(call: Call, root: int, divided_by: int = 1) -> AdjointPair:
     def collect(xs: Sequence[Tensor]) -> list[Tensor]:
         if divided_by == 1 and len(xs) == 1:
             return [wire.reduce(call, xs[0], root)]
-        return _divided(wire.reduce(call, pack(xs), root), xs, divided_by)
+        x, by = divided_first(pack(xs), divided_by)
+        return _divided(wire.reduce(call, x, root), xs, by)
 
     made = Made("broadcast", call, (root, divided_by))
     return AdjointPair("broadcast", "reduce", send, collect, made)

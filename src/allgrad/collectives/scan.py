@@ -107,8 +107,10 @@ def _scan(
     stop: bool,
 ) -> list[Tensor]:
     if reduction.linear:  # the mean
-        sums = apply(_prefix_pair(call, exclusive), xs, stop=stop)
-        return [s / (call.rank + 1) for s in sums]
+        # A sum of float16 may be infinite where the mean is not; each rank divides by its own number.
+        wide = [x.float() if x.dtype is torch.float16 else x for x in xs]
+        sums = apply(_prefix_pair(call, exclusive), wide, stop=stop)
+        return [(s / (call.rank + 1)).to(x.dtype) for s, x in zip(sums, xs, strict=True)]
     rows = Partition((0,) * len(xs), ((1,) * call.size,) * len(xs))
     gathered = apply(gather_pair(of_stacked(call), rows), [x.unsqueeze(0) for x in xs], stop=stop)
     upto = [t[: call.rank if exclusive else call.rank + 1] for t in gathered]
