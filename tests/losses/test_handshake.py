@@ -119,6 +119,8 @@ def test_unknown_options(rank, world):
         {"label_smoothing": None},
         {"label_smoothing": "x"},
         {"budget": "x"},
+        {"ring": "x"},
+        {"ring": 2},
     ):
         with pytest.raises(InputError, match=next(iter(options))):
             clip_loss(GOOD, GOOD, 1.0, **options)

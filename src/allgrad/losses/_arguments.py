@@ -86,7 +86,7 @@ def global_loss(
             group=group,
         )
         try:
-            _check_options(name, label_smoothing, grad_reduction, budget)
+            _check_options(name, label_smoothing, grad_reduction, ring, budget)
         except InputError as error:
             refuse(resolve(name, group), error)
         config = LossConfig(
@@ -129,7 +129,9 @@ def _grad_needs(features: list[Tensor | None], scalars: list[Tensor | None]) -> 
     return GradNeeds.ANY if others else GradNeeds(0)
 
 
-def _check_options(name: str, label_smoothing: Any, grad_reduction: Any, budget: Any) -> None:
+def _check_options(
+    name: str, label_smoothing: Any, grad_reduction: Any, ring: Any, budget: Any
+) -> None:
     if not isinstance(grad_reduction, str) or grad_reduction not in {"mean", "sum"}:
         raise InputError(
             f'{name}: there is no grad_reduction={grad_reduction!r}.\nUse "mean" if gradients are '
@@ -138,6 +140,10 @@ def _check_options(name: str, label_smoothing: Any, grad_reduction: Any, budget:
     if not isinstance(label_smoothing, (Real, Tensor)) or not 0 <= float(label_smoothing) <= 1:
         raise InputError(
             f"{name}: label_smoothing={label_smoothing!r}.\nGive a number from 0 to 1."
+        )
+    if ring is not None and not isinstance(ring, bool):
+        raise InputError(
+            f"{name}: ring={ring!r}.\nGive True or False, or None to let the budget decide."
         )
     if not isinstance(budget, Real):
         raise InputError(f"{name}: budget={budget!r}.\nGive a number of bytes.")
