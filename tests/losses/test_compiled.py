@@ -3,6 +3,7 @@
 import gc
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import normalize
@@ -176,6 +177,22 @@ def test_another_python_number_is_another_graph():
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     for numbers in ((5.0, 0), (7.5, 2), (2.5, 1)):
         torch.testing.assert_close(compiled(*numbers), loss(*numbers), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64])
+def test_numbers_of_numpy_are_inputs_of_one_graph(kind):
+    q, k, words, *_ = inputs(3, 0)
+
+    def loss(scale):
+        found = losses.siglip_loss(q, k, scale, scale)
+        found = found + losses.multiple_negatives_loss(q, k, scale, margin=scale)
+        return found + losses.cross_entropy(q, words, torch.arange(3), label_smoothing=kind(1))
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for number, stance in ((3, "default"), (5, "fail_on_recompile")):
+        want = loss(kind(number))
+        with torch.compiler.set_stance(stance):
+            torch.testing.assert_close(compiled(kind(number)), want, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.ranks(2)

@@ -17,6 +17,7 @@ from ast import literal_eval
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_scalar
@@ -85,6 +86,8 @@ def _described(value: Any) -> tuple[list[Tensor], str]:
     """
     if isinstance(value, Tensor):
         return [value], "tensor"
+    if isinstance(value, (np.ndarray, np.generic)):  # for TorchDynamo a number is an array too
+        return [torch.as_tensor(value)], "number"
     if isinstance(value, float):
         return [], f"float {guard_scalar(value)!r}"  # infinity is no literal
     if isinstance(value, int) and not isinstance(value, bool):
@@ -112,6 +115,8 @@ def _arguments(
             value = list(sizes)
         elif kind == "tensor":
             (value,) = tensors
+        elif kind == "number":
+            value = tensors[0].tolist()
         elif kind.startswith("float "):
             value = float(kind.removeprefix("float "))
         elif kind == "queue":
