@@ -1,12 +1,17 @@
 """grad_cache_step: the outputs of all micro-batches are one kind, and a mistake of one rank raises on all."""
 
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import allgrad as ag
-from allgrad.errors import InputError, RankRaised
+from allgrad._wire import ended_ranks, watchdog
+from allgrad.errors import AllgradError, InputError, RankRaised
 from allgrad.losses import clip_loss, grad_cache_step
+from allgrad.testing import run_ranks
 from exactness import random
 from refusals import raises_everywhere
 
@@ -60,6 +65,18 @@ def others(x):
     return {"image": x, "words": x.cos()}
 
 
+def narrow(x):
+    return x[:, :3], x[:, :3]
+
+
+def deep(x):
+    return {"image": x, "text": x[..., None]}
+
+
+def elsewhere(x):
+    return x, x.to("meta")
+
+
 def unlike(*outputs):
     return lambda step: step(encode=by_call(*outputs))
 
@@ -77,6 +94,10 @@ MISTAKES = {
     "1 output for one micro-batch, 2 outputs for the first": unlike(pair, lambda x: x),
     "2 outputs for one micro-batch, 'image', 'text' for the first": unlike(named, pair),
     "'image', 'words' for one micro-batch, 'image', 'text' for the first": unlike(named, others),
+    "output 0 of encode is (2, 3) on cpu for one micro-batch, (2, 4) on cpu": unlike(pair, narrow),
+    "output 'text' of encode is (2, 4, 1)": unlike(named, deep),
+    "output 1 of encode is (2, 4) on meta for one": unlike(pair, elsewhere),
+    "output 1 of encode has no rows to join": unlike(pair, lambda x: (x, x.sum())),
     "micro_batches is NoneType": lambda step: step(micro_batches=None),
     "loss returned a tensor of shape (2,)": lambda step: step(loss=vector),
 }
@@ -97,6 +118,33 @@ def test_in_checked_mode_a_mistake_of_one_rank_raises_on_all(rank, world, text):
     with ag.checked(sites=False):
         error = InputError if rank == 1 else RankRaised
         raises_everywhere(error, run, "grad_cache_step: ", text)
+
+
+def other_width():
+    rank = dist.get_rank()
+    group = dist.new_group()
+    watchdog._LOOK_EVERY, ended_ranks._GRACE = 0.05, 0.3
+    ag.all_reduce(torch.ones(1))
+    time.sleep(1)  # the last look of the usual kind
+    weight = torch.ones((), requires_grad=True)
+    encode = by_call(*[pair, narrow if rank == 1 else pair] * 2)
+    with pytest.raises(AllgradError) as caught:
+        grad_cache_step(
+            lambda x: encode(x * weight),
+            [random((2, 4), rank), random((3, 4), rank)],
+            lambda x, y: clip_loss(x, y, 1.0, group=group),
+            group=group,
+        )
+    dist.barrier()  # no rank closes its connections before
+    dist.destroy_process_group()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_with_embeddings_of_another_width_keeps_nobody_waiting():
+    for rank, text in enumerate(run_ranks(other_width, 3, timeout=40)):
+        assert "output 0 of encode is (3, 3) on cpu for one micro-batch, (2, 4)" in text, text
+        assert text.startswith("InputError" if rank == 1 else "RankRaised"), text
 
 
 def test_other_outputs_when_it_encodes_again_are_refused():

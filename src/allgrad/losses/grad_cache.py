@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
+from allgrad._wire import ended_ranks
 from allgrad._wire.calls import resolve
 from allgrad._wire.consistency import refuse
 from allgrad.collectives.all_gather import gather_sizes
@@ -86,6 +87,7 @@ def grad_cache_step(
 
     first = outputs[0]
     is_scalar = _find_scalars(outputs) if scalars is None else _named_scalars(first, scalars, group)
+    _check_embeddings(outputs, is_scalar, group)
     joined = _join(outputs, is_scalar)
     value = joined.call(loss)
     _check_loss(value, backward, group)
@@ -159,8 +161,10 @@ _OUTPUTS = "Return a tensor, or a tuple, list or dict of tensors and numbers."
 
 
 def _refuse(rule: str, advice: str, group: GroupLike) -> NoReturn:
-    """Raise; in checked mode on every rank of the group."""
-    refuse(resolve("grad_cache_step", group), InputError(f"grad_cache_step: {rule}\n{advice}"))
+    """Raise; the other ranks end their wait after some seconds, in checked mode at once."""
+    error = InputError(f"grad_cache_step: {rule}\n{advice}")
+    ended_ranks.publish(error)
+    refuse(resolve("grad_cache_step", group), error)
 
 
 def _check_loss(value: object, backward: object, group: GroupLike) -> None:
@@ -255,6 +259,25 @@ def _named_scalars(output: _Output, scalars: Collection[int | str], group: Group
             f"there is no output {unknown[0]!r}.", f"Give scalars= some of {list(names)}.", group
         )
     return [name in scalars for name in names]
+
+
+def _check_embeddings(
+    outputs: Sequence[_Output], is_scalar: Sequence[bool], group: GroupLike
+) -> None:
+    """Raise unless embeddings differ between micro-batches in dim 0 only."""
+    first = outputs[0]
+    names = first.names or range(len(first.tensors))
+    for name, scalar, *found in zip(
+        names, is_scalar, *(output.tensors for output in outputs), strict=True
+    ):
+        for x in () if scalar else found:
+            if not x.dim():
+                rule = f"output {name!r} of encode has no rows to join."
+                _refuse(rule, "Return (rows, ...), or name it in scalars=.", group)
+            if x.shape[1:] != found[0].shape[1:] or x.device != found[0].device:
+                one, other = (f"{tuple(x.shape)} on {x.device}" for x in (x, found[0]))
+                rule = f"output {name!r} of encode is {one} for one micro-batch, {other} for the first."
+                _refuse(rule, "Return the same for each; the number of rows may differ.", group)
 
 
 def _join(outputs: Sequence[_Output], is_scalar: Sequence[bool]) -> _Output:
