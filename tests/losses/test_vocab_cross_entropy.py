@@ -236,6 +236,8 @@ def test_with_sizes_given_a_mistake_of_one_rank_raises_on_every_rank(rank, world
         "hidden is not": (hidden.long(), weight, targets),
         "weight is not": (hidden, hidden.tolist(), targets),
         "targets are not": (hidden, weight, None),
+        "which is on meta": (hidden.to("meta"), weight, targets),
+        "targets is on": (hidden.to("meta"), weight.to("meta"), targets),
     }
     for text, given in wrong.items():
         for smoothing in (0.0, 0.1):
@@ -243,9 +245,24 @@ def test_with_sizes_given_a_mistake_of_one_rank_raises_on_every_rank(rank, world
             call = partial(cross_entropy, *used, sizes=(3, 3, 3), label_smoothing=smoothing)
             own = text if rank == 1 else "the arguments of rank 1 are wrong"
             raises_everywhere(InputError, call, "cross_entropy: ", own)
-    bias = [1.0, 2.0, 3.0] if rank == 1 else torch.zeros(3, dtype=torch.float64)
-    with pytest.raises(AttributeError if rank == 1 else InputError):
-        cross_entropy(*good, bias=bias, sizes=(3, 3, 3))
+    options = {
+        "bias is not": {"bias": [1.0, 2.0, 3.0]},
+        "TypeError: '<='": {"label_smoothing": None},
+        "TypeError: unhashable": {"reduction": ["mean"]},
+    }
+    for text, wrong in options.items():
+        call = partial(cross_entropy, *good, sizes=(3, 3, 3), **(wrong if rank == 1 else {}))
+        own = text if rank == 1 else "the arguments of rank 1 are wrong"
+        raises_everywhere(InputError, call, "cross_entropy: ", own)
+
+
+@pytest.mark.ranks(2)
+def test_with_sizes_given_a_rank_with_other_rows_tells_its_own_mistake(rank):
+    hidden, weight = torch.randn(4 - rank, 3), torch.randn(2, 3)
+    own = PieceMismatch, "different numbers of rows"
+    error, text = own if rank else (AllgradError, "different tensors")
+    with pytest.raises(error, match=text):
+        cross_entropy(hidden, weight, torch.arange(4), sizes="equal")
 
 
 def without_hidden_and_targets():

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from allgrad.losses._expected_calls import ExpectedCall, History
     from allgrad.types import GroupLike
 
-__all__ = ["Agreement", "CallSpec", "agree", "agree_and", "no_values", "require"]
+__all__ = ["Agreement", "CallSpec", "agree", "agree_and", "no_values", "require", "unreadable"]
 
 _ERRORS: tuple[type[AllgradError] | None, ...] = (
     *(None, InputError, TensorError),
@@ -164,7 +164,7 @@ def agree(
     except (InputError, ModeError) as found:
         problem = found
     except Exception as found:  # noqa: BLE001  no rank may wait for this one
-        problem = _unreadable(found)
+        problem = unreadable(found)
     shown = ", ".join(f"{key} {_describe(x)}" for key, x in arguments.items() if x is not None)
     if call.size == 1:
         if problem is not None:
@@ -214,7 +214,7 @@ def no_values(wanted: str) -> str:
     )
 
 
-def _unreadable(found: Exception) -> AllgradError:
+def unreadable(found: Exception) -> AllgradError:
     """What the other ranks are told of an error that is none of ours."""
     text = f"{type(found).__name__}: {str(found).partition(chr(10))[0]}"
     if in_vmap() and isinstance(found, RuntimeError):

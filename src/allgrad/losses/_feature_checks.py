@@ -57,8 +57,8 @@ def check_features(features: Mapping[str, Tensor | None], optional: Sequence[str
     require_device(given, next(iter(given)), first)
 
 
-def require_dense(name: str, x: Tensor) -> None:
-    require(_is_plain(x), TensorError, f"{name} is not dense.", "Give a dense tensor (to_dense()).")
+def require_dense(name: str, x: object) -> None:
+    require(_is_plain(x), TensorError, f"{name} is not a dense tensor.", "Give one (to_dense()).")
 
 
 def require_device(tensors: Mapping[str, Tensor | None], other: str, like: Tensor) -> None:
@@ -72,8 +72,8 @@ def require_device(tensors: Mapping[str, Tensor | None], other: str, like: Tenso
         )
 
 
-def _is_plain(x: Tensor) -> bool:
-    return x.layout == torch.strided and not x.is_nested
+def _is_plain(x: object) -> bool:
+    return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested
 
 
 def check_per_row(name: str, x: Tensor | None, rows: str, count: int, *, whole: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeAlias, cast
 from zlib import crc32
@@ -15,8 +16,15 @@ from allgrad._wire.calls import resolve
 from allgrad.collectives._sizes import given_sizes
 from allgrad.collectives.all_gather import all_gather
 from allgrad.collectives.all_reduce import share
-from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError
-from allgrad.losses._agreement import CallSpec, agree, require
+from allgrad.errors import (
+    AllgradError,
+    InputError,
+    ModeError,
+    PieceMismatch,
+    SizesError,
+    TensorError,
+)
+from allgrad.losses._agreement import CallSpec, agree, require, unreadable
 from allgrad.losses._below_transforms import in_vmap
 from allgrad.losses._feature_checks import require_dense, require_device
 from allgrad.losses._in_graphs import in_graphs
@@ -135,15 +143,17 @@ def cross_entropy(
                 _check_range(low, high, sum(words), ignore_index)
                 same.append(checksum)
             digest = crc32(repr([*same, words]).encode()) % _DIGESTS
-        except Exception as problem:
-            if isinstance(problem, InputError):
+        except Exception as error:  # noqa: BLE001  no rank may wait for this one
+            problem = error if isinstance(error, AllgradError) else unreadable(error)
+            if isinstance(problem, (InputError, ModeError)):
                 problem = type(problem)(_with_name(problem))
             smoothed = isinstance(label_smoothing, (int, float)) and label_smoothing > 0
             nothing = _sums_of_a_mistake(hidden, weight, targets, 3 if smoothed else 2)
             if nothing is None:  # the others end their wait after some seconds; if checked, now
                 ended_ranks.publish(problem)
                 consistency.refuse(resolve("cross_entropy", group), problem)
-            all_gather(nothing, sizes="equal", group=group, grad="same")
+            with suppress(AllgradError):  # what is wrong here tells more than that nothing fits
+                all_gather(nothing, sizes="equal", group=group, grad="same")
             raise problem from None
 
     flat = targets.reshape(-1)
@@ -335,12 +345,15 @@ def _sums_of_a_mistake(
         rows = targets.shape
     if like is None or rows is None or functorch_active():
         return None
+    # Nothing is sent of a meta tensor: on the device of the others of this rank.
+    devices = [x.device for x in (*given, targets) if isinstance(x, Tensor)]
+    device = next((one for one in devices if one.type != "meta"), devices[0])
     wide = torch.promote_types(like.dtype, torch.float32)
-    shape = 1, numbers, rows.numel() + like.is_cpu
-    return torch.full(shape, torch.nan, dtype=wide, device=like.device)
+    shape = 1, numbers, rows.numel() + (device.type == "cpu")
+    return torch.full(shape, torch.nan, dtype=wide, device=device)
 
 
-def _with_name(problem: InputError) -> str:
+def _with_name(problem: AllgradError) -> str:
     text = str(problem)
     return text if text.startswith("cross_entropy") else f"cross_entropy: {text}"
 
