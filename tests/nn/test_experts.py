@@ -1,8 +1,10 @@
 """dispatch and combine: a mixture of experts in one process on the joined tokens."""
 
+from functools import partial
 from itertools import product
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -215,7 +217,8 @@ def test_training_after_inference_mode(rank, world):
 @pytest.mark.ranks(3)
 def test_expert_that_nobody_has(rank, world):
     x = torch.zeros(2, WIDTH)
-    for wrong in (3, -2):
+    # The largest ones would be counts of experts that fit into no memory.
+    for wrong in (3, -2, 10**14, torch.iinfo(torch.int64).max):
         routing = torch.tensor([0, wrong if rank == 1 else 1])
         raises_everywhere(
             InputError,
@@ -273,10 +276,20 @@ def test_no_room(rank, world):
 def test_numbers_of_experts(rank, world):
     x, routing = torch.zeros(2, WIDTH), torch.tensor([1, 1])
     raises_everywhere(SizesError, lambda: dispatch(x, routing, experts=4), "experts=4", "3 ranks")
-    raises_everywhere(SizesError, lambda: dispatch(x, routing, experts=[1, 2]), "group of 3")
+    for wrong in ([1, 2], [1.0, 1.0, 1.0], 1.5, None):
+        call = partial(dispatch, x, routing, experts=wrong)
+        raises_everywhere(SizesError, call, f"experts={wrong}", "group of 3")
     sent = dispatch(x, routing, experts=3)
     raises_everywhere(PieceMismatch, lambda: combine(torch.zeros(9, 1), sent), "(9, 1)")
     assert ag.all_reduce(torch.ones(1)).item() == world
+
+
+@pytest.mark.ranks(3)
+def test_numbers_of_numpy(rank, world):
+    x, routing = torch.zeros(2, WIDTH), torch.tensor([1, 1])
+    for experts in (np.int64(3), np.array([1, 1, 1]), torch.tensor([1, 1, 1])):
+        sent = dispatch(x, routing, experts=experts, capacity=np.int64(5))
+        assert (sent.counts, sent.dropped) == (((5,) if rank == 1 else (0,)), int(rank == 2))
 
 
 @pytest.mark.ranks(3)

@@ -70,10 +70,11 @@ def choices_in_order(x: Tensor, routing: Tensor, number: int) -> Found:
     if found.dtype != np.int64:
         found = found.astype(np.int64)
     try:
-        counts = np.bincount(found + 1, minlength=number + 1).tolist()
-    except ValueError:  # less than -1
-        counts = []
-    if len(counts) == number + 1:
+        counted = np.bincount(found + 1, minlength=number + 1)
+    except (ValueError, MemoryError):  # less than -1, or far above
+        counted = found[:0]
+    if len(counted) == number + 1:
+        counts = counted.tolist()
         used = [expert for expert, n in enumerate(counts, -1) if n] or [-1]
         low, high = used[0], used[-1]
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -104,8 +105,8 @@ def dispatch(
 
 def _held_by_rank(experts: int | Sequence[int], world: int, group: GroupLike) -> tuple[int, ...]:
     """How many experts each rank holds."""
-    if isinstance(experts, int):
-        held = even(experts, world)
+    if isinstance(experts, (int, np.integer)):
+        held = even(int(experts), world)
         if experts % world:
             problem = SizesError(
                 f"dispatch: experts={experts} does not divide by {world} ranks.\n"
@@ -113,11 +114,14 @@ def _held_by_rank(experts: int | Sequence[int], world: int, group: GroupLike) ->
             )
             refuse("dispatch", group, problem)
     else:
-        held = tuple(experts)
+        try:
+            held = tuple(map(index, experts))
+        except TypeError:  # not whole numbers
+            held = ()
         if len(held) != world or any(n < 0 for n in held):
             problem = SizesError(
-                f"dispatch: experts={list(held)} for a group of {world} ranks.\n"
-                "Give one number for each rank, in rank order."
+                f"dispatch: experts={experts!r} for a group of {world} ranks.\n"
+                "Give their number, or one for each rank, in rank order."
             )
             refuse("dispatch", group, problem)
     return held
@@ -143,12 +147,15 @@ def combine(y: Tensor, sent: Dispatched, weights: Tensor | None = None) -> Tenso
 
         back: Tensor = graph_breaks.run_routing(combine, y, sent, weights)
         return back
+    require_tensors("combine", sent.group, y=y)
     if y.dim() != 2 or y.shape[0] != sum(sent.counts):
         problem = PieceMismatch(
             f"combine: y is {tuple(y.shape)}, but {sum(sent.counts)} tokens came to the experts of "
             "this rank.\nGive one row for each of them, in their order."
         )
         refuse("combine", sent.group, problem)
+    if weights is not None:
+        require_tensors("combine", sent.group, weights=weights)
     if weights is not None and weights.numel() != sent.shape.numel():
         problem = PieceMismatch(
             f"combine: weights are {tuple(weights.shape)}, routing was {tuple(sent.shape)}.\n"
@@ -166,7 +173,7 @@ def combine(y: Tensor, sent: Dispatched, weights: Tensor | None = None) -> Tenso
 
 
 def _check_capacity(capacity: object, group: GroupLike) -> None:
-    whole = isinstance(capacity, int) and not isinstance(capacity, bool)
+    whole = isinstance(capacity, (int, np.integer)) and not isinstance(capacity, bool)
     if capacity is not None and (not whole or capacity < 0):  # type: ignore[operator]
         problem = (
             f"dispatch: capacity={capacity!r} is not a number of tokens.\nGive a whole number."
