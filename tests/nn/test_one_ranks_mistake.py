@@ -33,6 +33,11 @@ def wrong_weights(odd, rank):
     return combine(sent.tokens, sent, torch.ones(2 + odd))
 
 
+def wrong_rows(odd):
+    sent = dispatch(tokens((2, 3)), torch.tensor([0, 2]), experts=3)
+    return combine(None if odd else sent.tokens, sent)
+
+
 def attention(call):
     def attend(odd, rank):
         q, kv = tokens((4, 2, 3)), tokens((3 if odd else 2, 2, 3))
@@ -70,6 +75,25 @@ MISTAKES = {
     ),
     "dispatch: x is NoneType": lambda odd, _: dispatch(
         None if odd else tokens((2, 3)), torch.tensor([0, 2]), experts=3
+    ),
+    "combine: y is NoneType": lambda odd, _: wrong_rows(odd),
+    "minibatch_stddev: x is list": lambda odd, _: minibatch_stddev(
+        [1.0] if odd else tokens((2, 4))
+    ),
+    "halo_exchange: x is list": lambda odd, _: halo_exchange(
+        [1.0] if odd else tokens((1, 3)), -1, 1, 0
+    ),
+    "HaloConv1d: x is list": lambda odd, _: HaloConv1d(1, 1, 3, padding=1)(
+        [1.0] if odd else tokens((1, 1, 3))
+    ),
+    "VocabParallelEmbedding: ids is list": lambda odd, _: VocabParallelEmbedding(6, 2)(
+        [5] if odd else torch.tensor([5])
+    ),
+    "RowParallelLinear: x is list": lambda odd, _: RowParallelLinear(6, 4)(
+        [1.0] if odd else tokens((2, 2))
+    ),
+    "dispatch: experts=1.5": lambda odd, _: dispatch(
+        tokens((2, 3)), torch.tensor([0, 2]), experts=1.5 if odd else 3
     ),
     "dispatch: capacity=1.5": lambda odd, _: dispatch(
         tokens((2, 3)), torch.tensor([0, 2]), experts=3, capacity=1.5 if odd else 2

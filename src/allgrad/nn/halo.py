@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from allgrad.collectives.all_to_all import all_to_all
 from allgrad.errors import InputError, PieceMismatch, SizesError, rank_table
-from allgrad.nn._ranks import find_place, gather_numbers, refuse
+from allgrad.nn._ranks import find_place, gather_numbers, refuse, require_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,6 +54,7 @@ def halo_exchange(
 
     Cost: one message to each neighbour each way, plus one size exchange unless ``sizes`` is given.
     """
+    require_tensors("halo_exchange", group, x=x)
     place = find_place("halo_exchange", group)
     halo = _Halo(before, after, wrap)
     sizes = lengths_along("halo_exchange", x, dim, sizes, group, halo=halo)

@@ -9,7 +9,7 @@ from torch.nn.functional import conv1d, conv2d, conv3d, pad
 
 from allgrad._core.held_group import HoldsGroup
 from allgrad.errors import InputError
-from allgrad.nn._ranks import find_place, require_layer
+from allgrad.nn._ranks import find_place, require_layer, require_tensors
 from allgrad.nn.halo import halo_exchange, lengths_along
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ def _convolve_piece(
     layer: Conv, x: Tensor, dim: int, sizes: Sequence[int] | None, group: GroupLike
 ) -> Tensor:
     name = type(layer).__name__
+    require_tensors(name, group, x=x)
     at, axis = dim + x.dim(), dim + len(layer.kernel_size)
     sizes = lengths_along(name, x, at, sizes, group)
     span, (before, after) = _span(layer, axis), _padding(layer, axis)

@@ -8,7 +8,7 @@ import torch
 
 from allgrad.errors import InputError, TensorError
 from allgrad.nn._moments import gather_moments
-from allgrad.nn._ranks import refuse
+from allgrad.nn._ranks import refuse, require_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +35,7 @@ def minibatch_stddev(
 
     Cost: one message of two numbers for each feature, from each rank to each, both ways.
     """
+    require_tensors("minibatch_stddev", group, x=x)
     if x.dim() < 2 or not x.is_floating_point():
         problem: InputError = TensorError(
             f"minibatch_stddev: x is {tuple(x.shape)} {x.dtype}, not (N, C, ...) of floating-point "

@@ -89,13 +89,15 @@ class _ParallelLinear(HoldsGroup, nn.Module):
 
         ``sends`` tells whether the other ranks come to a collective of this layer.
         """
-        dtype = self.weight.dtype
-        cast = x.is_floating_point() and torch.is_autocast_enabled(x.device.type)
-        if x.dim() and x.shape[-1] == features and (x.dtype == dtype or cast):
-            return
+        dtype, shown = self.weight.dtype, type(x).__name__
+        if isinstance(x, Tensor):
+            cast = x.is_floating_point() and torch.is_autocast_enabled(x.device.type)
+            if x.dim() and x.shape[-1] == features and (x.dtype == dtype or cast):
+                return
+            shown = f"{tuple(x.shape)} {x.dtype}"
         name = type(self).__name__
         problem = TensorError(
-            f"{name}: x is {tuple(x.shape)} {x.dtype} on this rank, not (..., {features}) {dtype}.\n"
+            f"{name}: x is {shown} on this rank, not (..., {features}) {dtype}.\n"
             f"Give {features} features in the last dim, in the dtype of the weight."
         )
         if not sends:
