@@ -27,6 +27,15 @@ def test_clip_gives_a_bias_its_gradient_of_zero():
     assert bias.grad.item() == 0
 
 
+def test_clip_takes_every_bias_that_siglip_takes():
+    image, text, scale = (x.float() for x in batch("clip", (5,)))
+    want = clip_loss(image, text, scale)
+    for bias in (-10.0, torch.tensor([-10.0]), torch.tensor(-10.0, dtype=torch.float64)):
+        got = ClipLoss()(image, text, scale, bias)
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
+
+
 def test_siglip_takes_open_clip_calls():
     image, text, scale, bias = batch("siglip", (5,))
     want = siglip_loss(image, text, scale, bias)

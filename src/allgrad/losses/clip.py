@@ -86,7 +86,7 @@ class ClipLoss(HoldsGroup, nn.Module):
         image_features: Tensor,
         text_features: Tensor,
         logit_scale: Tensor | float,
-        logit_bias: Tensor | None = None,
+        logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
         """Give the loss, or a dict with it. A bias shifts all scores alike, so it has no effect."""
@@ -101,6 +101,7 @@ class ClipLoss(HoldsGroup, nn.Module):
             ring=self.ring,
             budget=self.budget,
         )
-        if logit_bias is not None:  # DDP waits for a gradient of every parameter, even a zero one
-            loss = loss + 0 * logit_bias.sum()
+        # DDP waits for a gradient of every parameter, even a zero one.
+        if isinstance(logit_bias, Tensor):
+            loss = loss + 0 * logit_bias.sum().to(loss)
         return {"contrastive_loss": loss} if output_dict else loss
