@@ -1,11 +1,13 @@
 """Second derivatives of every loss on real ranks, against the formula in one process."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from allgrad.errors import ModeError
 from allgrad.losses._tiles import torch as torch_tiles
-from losses.pairs import LOSSES, NEGATIVES, PAIRS, batch
+from losses.pairs import LOSSES, NEGATIVES, PAIRS, SATURATED, batch, saturated
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -112,6 +114,30 @@ def test_ranks_that_weigh_the_loss_differently(rank, world):
         torch.testing.assert_close(own, by_weight[rank], **TIGHT)
         for x, y in zip(got, pieces(name, counts, want, rank), strict=True):
             torch.testing.assert_close(x, y, **TIGHT)
+
+
+@pytest.mark.ranks(1, 3)
+def test_second_derivatives_keep_their_digits(rank, world):
+    """In float32, where pairs are far above all others, and where another score is far above the pair."""
+    counts = (7, 2, 4)[:world]
+    lift = 2.0**30  # against underflow
+    for (loss, formula, numbers), turned in product(SATURATED.values(), (False, True)):
+        image, text = saturated(counts, torch.float32)
+        joined = image, text.roll(1, 0) if turned else text
+        for reduction, factor in (("mean", world), ("sum", 1)):
+            xs = [x.double().requires_grad_() for x in joined]
+            value = factor * lift * formula(*xs, *numbers)
+            first = torch.autograd.grad(value, xs, create_graph=True)
+            wanted = torch.autograd.grad(sum(g.square().sum() for g in first), xs)
+
+            xs = [x.split(list(counts))[rank].clone().requires_grad_() for x in joined]
+            value = lift * loss(*xs, *numbers, grad_reduction=reduction)
+            first = torch.autograd.grad(value, xs, create_graph=True)
+            got = torch.autograd.grad(sum(g.square().sum() for g in first), xs)
+            near = 1e-5 if turned else 2e-4  # of which the formula in float64 has a part
+            for x, whole in zip(got, wanted, strict=True):
+                error = (x.double() - whole.split(list(counts))[rank]).norm() / whole.norm()
+                assert error <= near, (formula, turned, reduction, error)
 
 
 # Autograd prunes the nodes that do not lead to the tensors asked for; a pruned refusal would be silent.

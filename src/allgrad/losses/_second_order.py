@@ -14,6 +14,11 @@ This is what is differentiated here. By ``t`` its derivative is ``gain w``, by a
 with ``p`` the probability, which also weighs the means. The sums of a softmax, the means and the
 gradients take one pass over the scores each. The keys are gathered, also where the first derivatives
 use a ring.
+
+Digits: scores are rounded, so that the probabilities of a row do not add up to 1, and where one of
+them is close to 1, ``t`` is close to its mean. So means are divided by the sum of the probabilities,
+``t`` is taken relative to that of the pair, and the ``w`` of a pair is made of the other scores
+(test_second_derivatives_keep_their_digits).
 """
 
 from __future__ import annotations
@@ -45,26 +50,25 @@ __all__ = ["directional_derivative", "second_gradients"]
 
 def directional_derivative(config: LossConfig, x: Inputs, direction: Inputs) -> Tensor:
     """The derivative of the loss along all ranks' directions, on every rank."""
-    along = _Along(config, x, direction)
-    return _sum_over_ranks(config, along.means(along.one).derivative) * config.mean_factor
+    along = _Along(config, x, direction, x.scale.new_ones(()))
+    return _sum_over_ranks(config, along.means().derivative) * config.mean_factor
 
 
 def second_gradients(
     config: LossConfig, x: Inputs, by_loss: Tensor, direction: Inputs
 ) -> tuple[Tensor | None, ...]:
     """The gradients, by inputs and by ``by_loss``, of the first gradients times the direction."""
-    along = _Along(config, x, direction)
     total = _sum_over_ranks(config, by_loss) if config.sums_loss_weights else by_loss
-    gain = total.to(along.dtype)
-    means = along.means(gain)
+    along = _Along(config, x, direction, total)
+    means = along.means()
     numbers = means.derivative.reshape(1)
     if config.layout.world > 1:
-        # One message: the means of columns, and the derivative along all ranks' directions.
-        message = torch.cat([means.columns, numbers])
+        # One message: the sums of columns, and the derivative along all ranks' directions.
+        message = torch.cat([means.columns.flatten(), numbers])
         message = all_reduce(message, group=config.layout.group, grad="none")
-        means = means._replace(columns=message[:-1])
+        means = means._replace(columns=message[:-1].view(2, -1))
         numbers = message[-1:] if config.sums_loss_weights else numbers
-    found = along.gradients(gain, means)
+    found = along.gradients(means)
     by_key = found.keys.mul_(config.mean_factor)
     if config.layout.world > 1:
         by_key, _ = reduce_sums(config.layout, by_key, None)
@@ -85,7 +89,10 @@ def _sum_over_ranks(config: LossConfig, x: Tensor) -> Tensor:
 
 
 class _Means(NamedTuple):
-    """Means along the direction, weighed by probabilities; sums over this rank's rows so far."""
+    """Sums along the direction, weighed by probabilities, and below them the sums of these.
+
+    Those of columns are over this rank's rows so far.
+    """
 
     rows: Tensor
     columns: Tensor  # of gain times t
@@ -110,24 +117,40 @@ class _Tile(NamedTuple):
     dots: Tensor
     dot_change: Tensor  # the derivative of the dot products along the direction
     t: Tensor
-    by_row: Tensor  # probabilities; the sigmoid has one kind, here
+    by_row: Tensor  # probabilities; of the sigmoid p (1 - p)
     by_column: Tensor | None
     w: Tensor
 
+    def pairs(self, x: Tensor, start: int) -> Tensor:
+        """The entries of pairs in a matrix of this tile; ``start`` is the column of the first row."""
+        return x.diagonal(start + self.rows.start - self.columns.start)
+
 
 class _Along:
-    """The scores of this rank's queries and all keys, with their derivative along a direction."""
+    """The scores of this rank's queries and all keys, with their derivative along a direction.
 
-    def __init__(self, config: LossConfig, x: Inputs, direction: Inputs) -> None:
+    ``gain`` weighs the loss; ranks may have different ones.
+    """
+
+    def __init__(self, config: LossConfig, x: Inputs, direction: Inputs, gain: Tensor) -> None:
         self.config, self.dtype = config, accumulator_dtype(x.q.dtype)
         self.x, self.scale, self.bias = x, x.scale, x.bias
-        self.one = x.scale.new_ones(())
+        self.one, self.gain = x.scale.new_ones(()), gain.to(self.dtype)
         self.q, self.k = x.q.to(self.dtype), self._joined(x.k)
-        self.dq, self.dk = direction.q.to(self.dtype), self._joined(direction.k)
+        self.start, self.dq = config.layout.start, direction.q.to(self.dtype)
         self.dscale = direction.scale.to(self.dtype)
         self.dbias = None if direction.bias is None else direction.bias.to(self.dtype)
-        self.start = config.layout.start
-        self.row_lse, self.column_lse = self._lse()
+        own = self.k[self.start : self.start + len(self.q)]
+        dk, dots = direction.k.to(self.dtype), row_dots(self.q, own)
+        change = row_dots(self.dq, own) + row_dots(self.q, dk[: len(self.q)])
+        self.of_rows = self.dscale * dots + self.scale * change  # t of the pairs; no bias shifts it
+        self.of_columns = self.of_rows[:0]  # gain t of the pairs
+        if config.kind is LossKind.SOFTMAX_BOTH:
+            joined = self._joined(torch.cat([dk, (self.gain * self.of_rows)[:, None]], 1))
+            self.dk, self.of_columns = joined[:, :-1], joined[:, -1]
+        else:
+            self.dk = self._joined(dk)
+        self.row_lse, self.column_lse, self.pair_weights = self._lse(dots.mul_(self.scale))
 
     def _joined(self, piece: Tensor) -> Tensor:
         layout, piece = self.config.layout, piece.to(self.dtype).contiguous()
@@ -135,25 +158,23 @@ class _Along:
             return piece
         return all_gather(piece, sizes=layout.sizes, group=layout.group, grad="none")
 
-    def _lse(self) -> tuple[Tensor | None, Tensor | None]:
+    def _lse(self, pairs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Of rows and of columns; and the derivative of the loss by the score of each pair."""
         kind = self.config.kind
         if kind is LossKind.SIGMOID:
-            return None, None
+            return None, None, -(-(pairs if self.bias is None else pairs + self.bias)).sigmoid()
         tiles = Tiles(self.q, self.k, self.scale, first_pair=self.start)
         negatives, columns = tiles.lse(kind)
-        own = slice(self.start, self.start + len(self.q))
-        pairs = row_dots(self.q, self.k[own]).mul_(self.scale)
-        row_lse = torch.logaddexp(negatives, pairs)
+        row_lse, by_rows = torch.logaddexp(negatives, pairs), -(negatives - pairs).sigmoid()
         if columns is None:
-            return row_lse, None
-        loss = softplus(negatives - pairs).sum()
-        return row_lse, column_sums(self.config.layout, columns, pairs, loss).lse
+            return row_lse, None, by_rows
+        found = column_sums(self.config.layout, columns, pairs, softplus(negatives - pairs).sum())
+        return row_lse, found.lse, by_rows - (found.own_negatives - pairs).sigmoid()
 
     def _tiles(self) -> Iterator[_Tile]:
         config, is_cpu = self.config, self.q.device.type == "cpu"
         block_m, block_n = torch_tiles.CPU_TILE if is_cpu else torch_tiles.DEVICE_TILE
         each = config.smoothing / len(self.k)
-        at_pairs = config.kind.directions - config.smoothing
         for rows in panels(len(self.q), block_m):
             q, dq = self.q[rows], self.dq[rows]
             for columns in panels(len(self.k), block_n):
@@ -166,8 +187,15 @@ class _Along:
                     t += self.dbias
                 by_row, by_column = self._probabilities(scores, rows, columns)
                 w = by_row - each if by_column is None else by_row + by_column - each
-                w.diagonal(self.start + rows.start - columns.start).sub_(at_pairs)
-                yield _Tile(rows, columns, dots, dot_change, t, by_row, by_column, w)
+                if self.row_lse is None:  # p (1 - p)
+                    by_row = by_row * (-scores).sigmoid_()
+                tile = _Tile(rows, columns, dots, dot_change, t, by_row, by_column, w)
+                at_pairs, first = tile.pairs(w, self.start), columns.start - self.start
+                own = max(rows.start, first)
+                at_pairs.copy_(self.pair_weights[own : own + len(at_pairs)]).add_(
+                    config.smoothing - each
+                )
+                yield tile
 
     def _probabilities(
         self, scores: Tensor, rows: slice, columns: slice
@@ -179,30 +207,45 @@ class _Along:
             return by_row, None
         return by_row, scores.sub_(self.column_lse[columns]).exp_()
 
-    def means(self, gain: Tensor) -> _Means:
+    def means(self) -> _Means:
+        columns = len(self.k) if self.column_lse is not None else 0
         means = _Means(
-            self.one.new_zeros(len(self.q)), self.one.new_zeros(len(self.k)), self.one * 0
+            self.one.new_zeros(2, len(self.q)), self.one.new_zeros(2, columns), self.one * 0
         )
         for tile in self._tiles():
             means.derivative.add_((tile.w * tile.t).sum())
             if self.row_lse is not None:
-                means.rows[tile.rows] += (tile.by_row * tile.t).sum(1)
+                along = self._less(tile, tile.t, self.of_rows[tile.rows, None])
+                means.rows[0, tile.rows] += (tile.by_row * along).sum(1)
+                means.rows[1, tile.rows] += tile.by_row.sum(1)
             if tile.by_column is not None:
-                means.columns[tile.columns] += gain * (tile.by_column * tile.t).sum(0)
+                along = self._less(tile, self.gain * tile.t, self.of_columns[tile.columns])
+                means.columns[0, tile.columns] += (tile.by_column * along).sum(0)
+                means.columns[1, tile.columns] += tile.by_column.sum(0)
         return means
 
-    def gradients(self, gain: Tensor, means: _Means) -> _Found:
+    def _less(self, tile: _Tile, along: Tensor, of_pairs: Tensor) -> Tensor:
+        """What the scores change by along the direction, less that of the pairs in their rows or columns."""
+        found = along - of_pairs
+        tile.pairs(found, self.start).zero_()
+        return found
+
+    def gradients(self, means: _Means) -> _Found:
         found = _Found(
             torch.zeros_like(self.q), torch.zeros_like(self.k), self.one * 0, self.one * 0
         )
+        gain = self.gain
+        of_rows, of_columns = (x[0] / x[1] for x in (means.rows, means.columns))
         for tile in self._tiles():
             rows, columns = tile.rows, tile.columns
             if self.row_lse is None:
-                by_score = gain * tile.by_row * (1 - tile.by_row) * tile.t
+                by_score = gain * tile.by_row * tile.t
             else:
-                by_score = gain * tile.by_row * (tile.t - means.rows[rows, None])
+                along = self._less(tile, tile.t, self.of_rows[rows, None])
+                by_score = gain * tile.by_row * (along - of_rows[rows, None])
                 if tile.by_column is not None:
-                    by_score += tile.by_column * (gain * tile.t - means.columns[columns])
+                    along = self._less(tile, gain * tile.t, self.of_columns[columns])
+                    by_score += tile.by_column * (along - of_columns[columns])
             weighed = gain * tile.w
             q, k, dq, dk = self.q[rows], self.k[columns], self.dq[rows], self.dk[columns]
             by_dot = self.scale * by_score + self.dscale * weighed
