@@ -7,6 +7,7 @@ from torch.nn.functional import normalize
 import allgrad as ag
 from allgrad.losses import (
     _relations,
+    cross_entropy,
     maxsim_loss,
     multiple_negatives_loss,
     reference,
@@ -108,3 +109,41 @@ def test_second_derivative_of_a_tiny_loss_keeps_its_digits(name):
         found.append(torch.autograd.grad(again, own))
     for got, want in zip(*found, strict=True):
         assert differ(got, want) < 1e-4, name
+
+
+LARGE = {
+    "supcon": (
+        lambda q, k: supcon_loss(q, k, 100.0, IDS, IDS),
+        lambda q, k: reference.supcon(q, k, 100.0, IDS, IDS),
+    ),
+    "multiple_negatives": (
+        lambda q, k: multiple_negatives_loss(q, k, 100.0),
+        lambda q, k: reference.multiple_negatives(q, k, 100.0),
+    ),
+    "maxsim": (
+        lambda q, k: maxsim_loss(q.view(8, 2, 8), k.view(8, 2, 8), 100.0),
+        lambda q, k: reference.maxsim(q.view(8, 2, 8), k.view(8, 2, 8), 100.0),
+    ),
+    "cross_entropy": (
+        lambda q, k: cross_entropy(100 * q, k, torch.arange(16)),
+        lambda q, k: reference.cross_entropy(100 * q, k, torch.arange(16)),
+    ),
+}
+IDS = torch.arange(16) // 2
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_derivatives_of_large_scores_keep_their_digits(name):
+    """In float32, at the largest scale of CLIP: two derivatives, as near as those of the dense formula."""
+    loss, formula = LARGE[name]
+    for noise in (0.5, 10.0):
+        query = normalize(random((16, 8), 1), dim=1)
+        key = normalize(query + noise * random((16, 8), 2), dim=1)
+        found = []
+        for function, dtype in ((loss, torch.float32), (formula, torch.float64)):
+            xs = [x.float().to(dtype).requires_grad_() for x in (query, key)]
+            first = torch.autograd.grad(function(*xs), xs, create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in first), xs)
+            found.append([torch.cat(gs).double() for gs in (first, second)])
+        for got, want, near in zip(*found, (1e-6, 2e-5), strict=True):
+            assert (got - want).norm() <= near * want.norm(), (noise, near)

@@ -318,3 +318,22 @@ def test_with_sizes_given_ranks_that_differ_raise_on_every_rank(rank, differs):
 def test_without_features_all_words_are_as_likely(rank, world):
     loss = cross_entropy(torch.ones(2, 0), torch.ones(rank + 1, 0), torch.tensor([0, 5]))
     torch.testing.assert_close(loss, torch.tensor(6.0).log())
+
+
+@pytest.mark.ranks(3)
+def test_words_that_a_bias_rules_out(rank, world):
+    """As those that fill up a vocabulary: all words of the last rank, and one of the first."""
+    hidden, weight, bias, targets = tensors(9)
+    bias = bias.index_fill(0, torch.tensor([1, 6, 7, 8]), -torch.inf)
+    targets = torch.where(targets == 1, 0, targets.clamp(max=5))
+    whole = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    want = reference.cross_entropy(*whole[:2], targets, bias=whole[2])
+    want.backward()
+    own = [hidden, weight.split(3)[rank], bias.split(3)[rank]]
+    own = [x.clone().requires_grad_() for x in own]
+    got = cross_entropy(*own[:2], targets, bias=own[2])
+    got.backward()
+    close(got, want, "loss")
+    close(own[0].grad, whole[0].grad, "hidden")
+    for x, y in zip(own[1:], whole[1:], strict=True):
+        close(x.grad, y.grad.split(3)[rank], "its words")

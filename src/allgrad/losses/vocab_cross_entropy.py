@@ -26,6 +26,7 @@ from allgrad.errors import (
 )
 from allgrad.losses._agreement import CallSpec, agree, require, unreadable
 from allgrad.losses._below_transforms import in_vmap
+from allgrad.losses._each_row import logsumexp
 from allgrad.losses._feature_checks import require_dense, require_device
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._recompute import recomputed
@@ -167,7 +168,7 @@ def cross_entropy(
     else:
         found = _gather_with_mistakes(parts, digest, group)
     lse, target, *more = found.unbind(1)
-    losses = lse.logsumexp(0) - (1 - label_smoothing) * target.sum(0)
+    losses = logsumexp(lse, 0) - (1 - label_smoothing) * target.sum(0)
     if more:
         losses = losses - label_smoothing / sum(words) * more[0].sum(0)
     losses = torch.where(counted, losses, 0)
@@ -203,7 +204,7 @@ def _sums_of_own_words(
         if bias:
             logits = logits + bias[0].to(wide)
         target = torch.where(at >= 0, logits.gather(1, at.clamp(min=0)[:, None])[:, 0], 0)
-        sums = [logits.logsumexp(1), target]
+        sums = [logsumexp(logits, 1), target]
         return torch.stack([*sums, logits.sum(1)] if smoothed else sums)
 
     size = max(1, CHUNK_BYTES // (len(weight) * wide.itemsize))
