@@ -7,7 +7,7 @@ import torch
 
 from allgrad.errors import InputError, PieceMismatch
 from allgrad.losses import KeyQueue, _relations, info_nce_loss, multiple_negatives_loss, reference
-from exactness import leaf, place
+from exactness import leaf, place, random
 from losses.kept_memory import largest_kept
 from losses.samples import COUNTS, check_loss, features, ids_of
 from places import on
@@ -147,3 +147,26 @@ def test_bad_input_raises_on_every_rank(rank, world):
         raises_everywhere(error, call, text, "rank 1: ", "<-")
     empty = partial(multiple_negatives_loss, q[:0], q[:0], 1.0)
     raises_everywhere(InputError, empty, "no rank has a pair")
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_with_hard_negatives_only_takes_part_in_second_derivatives(rank, world):
+    """Its queries are the only part of its message that has a gradient, and they are empty."""
+    pairs, negatives = (3, 2, 0), (1, 0, 1)
+    query, key, hard = random((5, 4), 1), random((5, 4), 2), random((2, 4), 3)
+
+    def penalised(loss, x):
+        (slope,) = torch.autograd.grad(loss(x), x, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), x)[0]
+
+    whole = query.clone().requires_grad_()
+    want = penalised(
+        lambda x: 3 * reference.multiple_negatives(x, key, 2.0, negatives=hard, symmetric=True),
+        whole,
+    )
+    own = query.split(pairs)[rank].clone().requires_grad_()
+    options = {"hard_negatives": hard.split(negatives)[rank], "symmetric": True}
+    got = penalised(
+        lambda x: multiple_negatives_loss(x, key.split(pairs)[rank], 2.0, **options), own
+    )
+    torch.testing.assert_close(got, want.split(pairs)[rank], rtol=1e-10, atol=1e-12)

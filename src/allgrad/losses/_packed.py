@@ -71,7 +71,9 @@ class Packing:
             # Torch cuts the graph of the gradient behind a cat of nothing, and this rank would not
             # take part in the second derivative (the kind "empty" of the tests).
             return sum((x for x in flat[1:] if x.is_floating_point()), start=flat[0])
-        return torch.cat([x if x.is_floating_point() else x.view(self.dtype) for x in flat])
+        # As rows of a matrix: of several vectors the cut is behind the empty ones.
+        rows = [(x if x.is_floating_point() else x.view(self.dtype))[None] for x in flat]
+        return torch.cat(rows, 1)[0]
 
     def with_row(self, joined: Tensor) -> Tensor:
         """The message: the parts and the row, which not every call has.
