@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Leaves",
+    "arguments_in_words",
     "as_index",
     "as_rank",
     "check_for_all",
@@ -37,7 +38,6 @@ __all__ = [
     "describe",
     "exchange",
     "has_only_shapes",
-    "in_words",
     "named",
     "run_known",
     "take_leaves",
@@ -182,7 +182,7 @@ def describe(x: object, free_dim: int | None = None, /, **given: object) -> str:
 
     A free dim is left open.
     """
-    before = in_words(**given) + ", " if given else ""
+    before = arguments_in_words(**given) + ", " if given else ""
     if isinstance(x, Tensor):
         tensors = [x]
     else:
@@ -196,7 +196,7 @@ def describe(x: object, free_dim: int | None = None, /, **given: object) -> str:
     return before + describe_shapes(tensors, free_dim)
 
 
-def in_words(**given: object) -> str:
+def arguments_in_words(**given: object) -> str:
     """Arguments by name."""
     return ", ".join([f"{name}={as_constant(value)}" for name, value in given.items()])
 

@@ -12,12 +12,12 @@ from allgrad._core.torch_internals import lengths_differ
 from allgrad._wire import primitives as wire
 from allgrad.collectives._inputs import (
     Leaves,
+    arguments_in_words,
     check_for_all,
     check_grad,
     check_rank,
     describe,
     has_only_shapes,
-    in_words,
     named,
     run_known,
     take_leaves,
@@ -181,7 +181,7 @@ def scatter(
 
     Cost: one collective each way, and one exchange in which ``src`` tells shape and dtype.
     """
-    call = wire.resolve("scatter", group, lambda: in_words(src=src, dim=dim))
+    call = wire.resolve("scatter", group, lambda: arguments_in_words(src=src, dim=dim))
     stop = check_grad(call, grad)
     root = check_rank("scatter", call, "src", src)
     here = call.rank == root
