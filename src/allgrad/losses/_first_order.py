@@ -90,7 +90,7 @@ def keeps_scores(config: LossConfig, q: Tensor, *, ring: bool) -> bool:
     With SIGMOID, it decides the order of the messages.
     """
     scores = max(config.pairs) * sum(config.layout.sizes)
-    return not ring and scores <= kept_scores(config.kind, q, alone=config.layout.world == 1)
+    return not ring and scores <= kept_scores(q, alone=config.layout.world == 1)
 
 
 def loss_value(config: LossConfig, x: Inputs, needed: Sequence[bool]) -> tuple[Tensor, Kept]:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["FUSED_DTYPES", "FusedPass", "has_fused_kernels", "kept_scores"]
 
 _LARGE_DEVICE = 64 << 30  # bytes
-_WIDE = 768  # of 16-bit features: their scores are kept sooner than they are computed again
 FUSED_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
@@ -39,16 +38,14 @@ def _is_large(device: torch.device) -> bool:
     return torch.cuda.get_device_properties(device).total_memory > _LARGE_DEVICE
 
 
-def kept_scores(kind: LossKind, q: Tensor, *, alone: bool) -> int:
+def kept_scores(q: Tensor, *, alone: bool) -> int:
     """Up to how many scores of a rank are kept; the same on all ranks of several.
 
-    One rank alone on a large device keeps more where that is faster: products of float32 and of wide
-    features are slow, and a sigmoid's tiles are slower than a product of all queries and keys. The
-    scores of 32,768 pairs take 4 GiB, and their weights in 16 bits 2 GiB.
+    One rank alone on a large device keeps more: at 32,768 pairs, tiles take the host longer than the
+    device. The scores then take 4 GiB, and their weights in 16 bits 2 GiB.
     """
     limit = KEPT_SCORES.get(q.device.type, 0)
-    slow = kind is LossKind.SIGMOID or q.dtype == torch.float32 or q.shape[1] >= _WIDE
-    if alone and slow and has_fused_kernels(q) and _is_large(q.device):
+    if alone and has_fused_kernels(q) and _is_large(q.device):
         return 4 * limit
     return limit
 

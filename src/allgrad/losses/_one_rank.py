@@ -78,7 +78,7 @@ def loss_of_one_rank(
         and k.dtype is dtype
         and k.shape == shape
         and k.device == device
-        and 0 < shape[0] ** 2 <= kept_scores(kind, q, alone=True)
+        and 0 < shape[0] ** 2 <= kept_scores(q, alone=True)
         and shape[1]
         and _is_number(scale, device)
         and (bias is None or _is_number(bias, device))
