@@ -18,11 +18,9 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton  # type: ignore[import-not-found,unused-ignore]
+import triton
 from torch.nn.functional import pad
-from triton.tools.tensor_descriptor import (  # type: ignore[import-not-found,unused-ignore]
-    TensorDescriptor,
-)
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from allgrad.losses._kind import LossKind
 from allgrad.losses._tiles import kernels
