@@ -1,11 +1,14 @@
 """A mistake of one rank raises on every rank, with the same table; the group stays usable."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import allgrad as ag
 from allgrad.errors import InputError, PieceMismatch, RankRaised, SizesError, TensorError
 from allgrad.losses import clip_loss, info_nce_loss, siglip_loss
+from refusals import raises_everywhere
 
 GOOD = torch.ones(2, 4)
 
@@ -89,14 +92,16 @@ def test_a_bias_on_some_ranks_only_raises_on_all(rank, world):
 
 @pytest.mark.ranks(3)
 def test_options_must_agree(rank, world):
-    for options in (
-        {"grad_reduction": "sum"},
-        {"label_smoothing": 0.1},
-        {"ring": True},
-        {"budget": 1},
+    for options, shown in (
+        ({"grad_reduction": "sum"}, "grad_reduction='sum'"),
+        ({"label_smoothing": 0.1}, "label_smoothing=0.1"),
+        ({"ring": True}, "ring=True"),
+        ({"budget": 1}, "budget=1"),
     ):
-        with pytest.raises(InputError, match="<- other options"):
-            clip_loss(GOOD, GOOD, 1.0, **(options if rank == 2 else {}))
+        call = partial(clip_loss, GOOD, GOOD, 1.0, **(options if rank == 2 else {}))
+        raises_everywhere(InputError, call, f"{shown}", "<- other options", "ring=None")
+    smoothing = (0, 0.0, torch.tensor([0.0]))[rank]  # one value
+    clip_loss(GOOD, GOOD, 1.0, label_smoothing=smoothing)
 
 
 @pytest.mark.ranks(3)
@@ -118,12 +123,30 @@ def test_unknown_options(rank, world):
         {"grad_reduction": ["mean"]},
         {"label_smoothing": None},
         {"label_smoothing": "x"},
+        {"label_smoothing": torch.tensor([0.1, 0.2])},
+        {"label_smoothing": torch.tensor(0.1, device="meta")},
         {"budget": "x"},
+        {"budget": float("nan")},
+        {"budget": -1},
         {"ring": "x"},
         {"ring": 2},
     ):
         with pytest.raises(InputError, match=next(iter(options))):
             clip_loss(GOOD, GOOD, 1.0, **options)
+
+
+@pytest.mark.ranks(3)
+def test_several_numbers_as_an_option_of_one_rank_raise_on_all(rank, world):
+    smoothing = torch.tensor([0.1, 0.2]) if rank == 1 else 0.1
+    call = partial(clip_loss, GOOD, GOOD, 1.0, label_smoothing=smoothing)
+    raises_everywhere(InputError, call, "rank 1: ", "tensor([0.1000, 0.2000])", "<- other options")
+
+
+@pytest.mark.ranks(2)
+def test_an_option_of_another_type_is_no_repeated_call(rank, world):
+    clip_loss(GOOD, GOOD, 1.0, ring=True, sizes="equal")
+    with pytest.raises(InputError, match="ring=1"):
+        clip_loss(GOOD, GOOD, 1.0, ring=1, sizes="equal")
 
 
 @pytest.mark.ranks(2)

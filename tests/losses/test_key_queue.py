@@ -144,9 +144,12 @@ def test_bad_input_raises_on_every_rank(rank, world):
     assert not queue.filled.any()
 
 
-def test_empty_capacity_is_refused():
-    with pytest.raises(InputError, match="capacity=0"):
-        KeyQueue(0, 4)
+@pytest.mark.parametrize("capacity", [0, -1, 2.5, "2", None])
+def test_a_capacity_that_is_no_positive_whole_number_is_refused(capacity):
+    with pytest.raises(InputError, match=f"capacity={capacity!r}"):
+        KeyQueue(capacity, 4)
+    with pytest.raises(InputError, match=f"width={capacity!r}"):
+        KeyQueue(4, capacity)
 
 
 @pytest.mark.ranks(3)

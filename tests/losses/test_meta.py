@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+import allgrad as ag
 from allgrad.errors import ModeError
 from allgrad.losses import (
     KeyQueue,
@@ -12,7 +13,10 @@ from allgrad.losses import (
     cross_entropy,
     info_nce_loss,
     maxsim_loss,
+    multiple_negatives_loss,
     siglip_loss,
+    sigmoid_supcon_loss,
+    supcon_loss,
 )
 from refusals import raises_everywhere
 
@@ -45,6 +49,31 @@ def test_sizes_are_enough_for_shapes(rank, world):
         for leaf in (x, k):
             assert leaf.grad.is_meta
             assert leaf.grad.shape == leaf.shape
+
+
+@pytest.mark.ranks(1, 3)
+def test_numbers_of_rows_are_found_out_in_each_call(rank, world):
+    """Four calls: a third one like two before would be expected, and its row could not be read."""
+    x, ids = empty(rank + 1, 8), torch.empty(rank + 1, device="meta", dtype=torch.int64)
+    for margin in (None, None, None, None, 0.1):
+        for loss in (
+            supcon_loss(x, x, 3.0, ids, ids, margin=margin),
+            sigmoid_supcon_loss(x, x, 3.0, ids, ids, margin=margin),
+            multiple_negatives_loss(x, x, 3.0, ids=ids, margin=margin),
+        ):
+            assert loss.is_meta
+            (by_x,) = torch.autograd.grad(loss, x)
+            assert by_x.is_meta
+            assert by_x.shape == x.shape
+
+
+@pytest.mark.ranks(3)
+def test_a_number_on_meta_is_refused_in_checked_mode_too(rank, world):
+    x, ids = torch.ones(2, 4), torch.arange(2)
+    scale = torch.tensor(3.0, device="meta" if rank == 1 else "cpu")
+    with ag.checked():
+        call = partial(supcon_loss, x, x, scale, ids, ids)
+        raises_everywhere(ModeError, call, "a meta tensor has a shape only", "rank 1: ", "<-")
 
 
 @pytest.mark.ranks(3)

@@ -170,6 +170,13 @@ def test_bad_input_raises_on_every_rank(rank, world):
         "one vector in each row": ((q[0], k, 1.0, ids[:2], ids), {}, TensorError),
         "other width": ((q[:, :3], k[:, :3], 1.0, ids[:2], ids), {}, PieceMismatch),
         "other options": (good, {"margin": 0.1}, PieceMismatch),
+        "margin=0.1, grad_reduction=mean": (good, {"margin": 0.1}, PieceMismatch),
+        "margin=nan": (good, {"margin": float("nan")}, InputError),
+        "margin=tensor([0.1000, 0.2000])": (
+            good,
+            {"margin": torch.tensor([0.1, 0.2])},
+            InputError,
+        ),
         "exclude_self needs": (good, {"exclude_self": True}, PieceMismatch),
         "2 rows of query": (good, {"query_weights": torch.ones(4)}, PieceMismatch),
         "no grad_reduction": (good, {"grad_reduction": "avg"}, InputError),
@@ -179,6 +186,11 @@ def test_bad_input_raises_on_every_rank(rank, world):
     for text, (given, options, error) in wrong.items():
         call = partial(supcon_loss, *given, **options) if rank == 1 else partial(supcon_loss, *good)
         raises_everywhere(error, call, text, "rank 1: ", "<-")
+    same = (1, 1.0, torch.tensor([1.0]))[rank]
+    assert torch.isfinite(supcon_loss(*good, margin=same, exclude_self=(0, False, 0)[rank]))
+    close = torch.tensor(1.00001 if rank == 1 else 1.0)
+    call = partial(supcon_loss, *good, margin=close)
+    raises_everywhere(PieceMismatch, call, "margin=1.0000", "other options")
     empty = partial(supcon_loss, q[:0], k[:0], 1.0, ids[:0], ids[:0])
     raises_everywhere(InputError, empty, "no rank has a query and a key")
 

@@ -39,7 +39,16 @@ if TYPE_CHECKING:
     from allgrad.losses._expected_calls import ExpectedCall, History
     from allgrad.types import GroupLike
 
-__all__ = ["Agreement", "CallSpec", "agree", "agree_and", "no_values", "require", "unreadable"]
+__all__ = [
+    "Agreement",
+    "CallSpec",
+    "agree",
+    "agree_and",
+    "exchange_texts",
+    "no_values",
+    "require",
+    "unreadable",
+]
 
 _ERRORS: tuple[type[AllgradError] | None, ...] = (
     *(None, InputError, TensorError),
@@ -125,13 +134,20 @@ def agree_and(
 
     It gathers the row of the agreement, where there is one, and confirms it before anything else.
     """
-    agreed = agree(name, arguments, check, group, expects=True)
+    try:
+        return _computed(name, agree(name, arguments, check, group, expects=True), group, compute)
+    except Changed:
+        agreed = agree(name, arguments, check, group, is_changed=True)
+    return _computed(name, agreed, group, compute)
+
+
+def _computed(
+    name: str, agreed: Agreement, group: GroupLike, compute: Callable[[Agreement], Tensor]
+) -> Tensor:
     history = history_of(resolve(name, group).group)
     try:
         return compute(agreed)
-    except Changed:
-        return compute(agree(name, arguments, check, group, is_changed=True))
-    except InputError:
+    except (Changed, InputError):
         raise
     except BaseException:
         # Once the gather has come, all ranks remember the same call, also where one of them alone fails
@@ -165,7 +181,7 @@ def agree(
         problem = found
     except Exception as found:  # noqa: BLE001  no rank may wait for this one
         problem = unreadable(found)
-    shown = ", ".join(f"{key} {_describe(x)}" for key, x in arguments.items() if x is not None)
+    shown = _shown(arguments)
     if call.size == 1:
         if problem is not None:
             raise type(problem)(f"{name}: {_with_row(problem, shown)}")
@@ -175,7 +191,7 @@ def agree(
     kind = None if problem is None else _known(type(problem))
     same = {**spec.same, "device": device.type}
     own = _Row(_digest(name), kind, tuple(map(_digest, same.values())), spec.counts)
-    words = own.encode()
+    words, labels = own.encode(), list(same)
     device = call.group.message_device(device)  # the same kind on a rank that passed no tensor
     history = history_of(call.group)
     # In checked mode the ranks compare each call: there are no two ways of making one.
@@ -187,8 +203,10 @@ def agree(
         received = all_gather(row, sizes="equal", group=group, grad="none").tolist()
         rows = [_Row.decode(one, sender) for sender, one in enumerate(received)]
         is_wrong = any(row.error or row[:3] != rows[0][:3] for row in rows)
-        text = f"{problem or chr(10)}\n{shown}"
-        return received, rows, _exchange_texts(text, group, device) if is_wrong else []
+        if not is_wrong:
+            return received, rows, []
+        has = f"{shown}, {spec.same['options']}" if _differ(rows, labels, "options") else shown
+        return received, rows, exchange_texts(f"{problem or chr(10)}\n{has}", group, device)
 
     try:
         if expected is not None and expected.payload is not None and not is_changed:
@@ -201,7 +219,7 @@ def agree(
         history.forget()
         raise
     if texts:
-        raise _error(name, rows, texts, list(same))
+        raise _error(name, rows, texts, labels)
     counts = tuple(row.counts for row in rows)
     return Agreement(call.rank, counts, history.add(received, counts))
 
@@ -253,7 +271,15 @@ def _error(
     raise AssertionError("the rows are the same")
 
 
-def _exchange_texts(text: str, group: GroupLike, device: torch.device) -> list[list[str]]:
+def _differ(rows: Sequence[_Row], labels: Sequence[str], label: str) -> bool:
+    """Whether ranks that compare this have other values; a rank with a mistake compares nothing."""
+    if label not in labels:
+        return False
+    column = labels.index(label)
+    return len({row.same[column] for row in rows if column < len(row.same)}) > 1
+
+
+def exchange_texts(text: str, group: GroupLike, device: torch.device) -> list[list[str]]:
     """Rule, advice and arguments of each rank; the first two are empty where nothing is wrong."""
     raw = text.encode(errors="replace")[:_MOST_TEXT].ljust(_MOST_TEXT)
     row = torch.tensor([list(raw)], dtype=torch.uint8, device=device)
@@ -282,10 +308,18 @@ def _device(x: object) -> torch.device | None:
     return x.device if isinstance(x, Tensor) else None
 
 
+def _shown(arguments: Mapping[str, object]) -> str:
+    given = {key: x for key, x in arguments.items() if x is not None}
+    try:
+        return ", ".join(f"{key} {_describe(x)}" for key, x in given.items())
+    except Exception:  # noqa: BLE001  what cannot be shown is refused, on every rank
+        return ", ".join(f"{key} {type(x).__name__}" for key, x in given.items())
+
+
 def _describe(x: object) -> str:
     if isinstance(x, Tensor):
         is_number = x.dim() < 2 and x.numel() == 1 and x.is_floating_point()
-        if is_checking() and is_number and not in_vmap():
+        if is_checking() and is_number and not x.is_meta and not in_vmap():
             return f"{float(x.detach())}"  # checked mode compares the values of numbers
         shape = f"nested of {x.size(0)}" if x.is_nested else tuple(x.shape)
         return f"{shape} {dtype_name(x.dtype)}"

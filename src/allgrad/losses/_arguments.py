@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._config import LossConfig
 from allgrad.losses._config_cache import recall, remember, signature
 from allgrad.losses._engine import contrastive_loss
+from allgrad.losses._feature_checks import plain_number
 from allgrad.losses._handshake import exchange_args
 from allgrad.losses._key_blocks import KeyLayout
 from allgrad.losses._modes import no_vmap
@@ -53,7 +54,10 @@ def global_loss(
 
     The names in ``features`` and ``scalars`` are those of the public function, for error messages.
     """
-    if label_smoothing == 0:
+    smoothing = plain_number(label_smoothing)
+    # Of other types there are errors, below.
+    is_valid = (ring is None or isinstance(ring, bool)) and isinstance(budget, int)
+    if is_valid and isinstance(smoothing, float) and smoothing == 0:
         found = loss_of_one_rank(
             name,
             kind,
@@ -71,7 +75,7 @@ def global_loss(
     given = [*features.values()]
     # The numbers of further keys are found out in each call.
     known = len(given) == 2 or given[2] is None
-    options = label_smoothing, grad_reduction, ring, budget
+    options = smoothing, grad_reduction, type(ring), ring, budget
     key = signature(name, group, sizes, (*given, *numbers.values()), *options) if known else None
     config = recall(key)
     if config is None:
@@ -80,13 +84,13 @@ def global_loss(
             features,
             numbers,
             kind=kind,
-            options=f"{name} {label_smoothing!r} {grad_reduction!r} {ring!r} {budget!r}",
+            options=f"label_smoothing={smoothing}, {grad_reduction=}, {ring=}, {budget=}",
             needs=_grad_needs(given, [*numbers.values()]),
             sizes=sizes,
             group=group,
         )
         try:
-            _check_options(name, label_smoothing, grad_reduction, ring, budget)
+            _check_options(name, smoothing, grad_reduction, ring, budget)
         except InputError as error:
             refuse(resolve(name, group), error)
         config = LossConfig(
@@ -94,7 +98,7 @@ def global_loss(
             kind,
             KeyLayout(batch.rank, batch.keys, group),
             batch.pairs,
-            label_smoothing=float(label_smoothing),
+            label_smoothing=cast("float", smoothing),
             grad_reduction=grad_reduction,
             needs_key_grad=GradNeeds.KEYS in batch.needs,
             needs_grad=GradNeeds.ANY in batch.needs,
@@ -130,20 +134,18 @@ def _grad_needs(features: list[Tensor | None], scalars: list[Tensor | None]) -> 
 
 
 def _check_options(
-    name: str, label_smoothing: Any, grad_reduction: Any, ring: Any, budget: Any
+    name: str, smoothing: object, grad_reduction: Any, ring: Any, budget: Any
 ) -> None:
     if not isinstance(grad_reduction, str) or grad_reduction not in {"mean", "sum"}:
         raise InputError(
             f'{name}: there is no grad_reduction={grad_reduction!r}.\nUse "mean" if gradients are '
             'averaged over ranks after backward (DDP, FSDP), "sum" if they are summed.'
         )
-    if not isinstance(label_smoothing, (Real, Tensor)) or not 0 <= float(label_smoothing) <= 1:
-        raise InputError(
-            f"{name}: label_smoothing={label_smoothing!r}.\nGive a number from 0 to 1."
-        )
+    if not isinstance(smoothing, float) or not 0 <= smoothing <= 1:
+        raise InputError(f"{name}: label_smoothing={smoothing!r}.\nGive a number from 0 to 1.")
     if ring is not None and not isinstance(ring, bool):
         raise InputError(
             f"{name}: ring={ring!r}.\nGive True or False, or None to let the budget decide."
         )
-    if not isinstance(budget, Real):
+    if not isinstance(budget, Real) or not float(budget) >= 0:
         raise InputError(f"{name}: budget={budget!r}.\nGive a number of bytes.")

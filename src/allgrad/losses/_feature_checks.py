@@ -22,6 +22,8 @@ __all__ = [
     "check_options",
     "check_per_row",
     "number",
+    "options_text",
+    "plain_number",
     "require_dense",
     "require_device",
 ]
@@ -112,11 +114,12 @@ def check_number(name: str, x: Tensor | float) -> None:
 
 
 def check_options(grad_reduction: str, margin: Tensor | float | None = None) -> None:
+    found = plain_number(margin)
     require(
-        margin is None or isinstance(margin, (Real, Tensor)),
+        margin is None or (isinstance(found, float) and math.isfinite(found)),
         InputError,
         f"margin={margin!r}.",
-        "Give a number, or None.",
+        "Give a finite number, or None.",
     )
     require(
         isinstance(grad_reduction, str) and grad_reduction in {"mean", "sum"},
@@ -125,6 +128,21 @@ def check_options(grad_reduction: str, margin: Tensor | float | None = None) -> 
         'Use "mean" if gradients are averaged over ranks after backward (DDP, FSDP), "sum" if '
         "they are summed.",
     )
+
+
+def options_text(**options: object) -> str:
+    """The options that must be the same on every rank: what is compared, and shown where they differ."""
+    return ", ".join(f"{name}={value}" for name, value in options.items())
+
+
+def plain_number(x: object) -> object:
+    """A number as a float, also one of NumPy or in a tensor of one element; anything else as it is."""
+    if type(x) is float:
+        return x
+    try:
+        return float(x) if isinstance(x, (Real, Tensor)) else x
+    except (RuntimeError, TypeError, ValueError):  # several numbers, or one that cannot be read
+        return x
 
 
 def number(x: Tensor | float) -> Tensor:

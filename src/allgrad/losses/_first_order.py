@@ -113,7 +113,9 @@ def loss_value(config: LossConfig, x: Inputs, needed: Sequence[bool]) -> tuple[T
         return loss, Kept(joined, sums, (matrix,))
     scores = ScorePass(config, *x, keys=keys, keep=keep)
     loss, found, prepared = scores.loss(needed)
-    return loss, Kept(joined, found, tuple(scores.states), prepared)
+    if prepared is not None:  # backward needs neither the keys nor the sums
+        return loss, Kept(prepared=prepared)
+    return loss, Kept(joined, found, tuple(scores.states))
 
 
 def first_gradients(

@@ -19,12 +19,12 @@ from allgrad._wire.consistency import refuse
 from allgrad.collectives._sizes import given_sizes
 from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import InputError, ModeError, SizesError, rank_table
-from allgrad.losses._agreement import no_values
+from allgrad.losses._agreement import exchange_texts, no_values
 from allgrad.losses._argument_rules import check_args, require_pairs
 from allgrad.losses._rank_args import OPTIONS_BYTES, GradNeeds, RankArgs, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from allgrad._wire.calls import Call
     from allgrad.losses._kind import LossKind
@@ -79,8 +79,13 @@ def exchange_args(
     if call.size == 1:
         return _check_alone(name, own)
     # On a device that every rank has, wherever its features are.
-    ranks = _exchange(own, group, call.group.message_device(device or torch.device("cpu")))
-    _check_all(name, ranks)
+    message_device = call.group.message_device(device or torch.device("cpu"))
+    ranks = _exchange(own, group, message_device)
+    distinct = {id(args): args for args in ranks}.values()
+    rows: Sequence[object] = ranks
+    if len({args.kind for args in distinct}) == 1 < len({args.options for args in distinct}):
+        rows = [row for *_, row in exchange_texts(f"\n\n{own}, {options}", group, message_device)]
+    _check_all(name, ranks, rows)
     if device is not None and device.type == "meta":
         raise ModeError(f"{name}: {no_values('the numbers of pairs of all ranks')}")
     pairs = tuple(args.pairs for args in ranks)
@@ -105,13 +110,14 @@ def _is_readable(x: object, world: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def _check_alone(name: str, own: RankArgs) -> GlobalBatch:
-    _check_all(name, [own])
+    _check_all(name, [own], [own])
     return GlobalBatch(0, (own.pairs,), (own.keys,), own.needs)
 
 
-def _check_all(name: str, ranks: list[RankArgs]) -> None:
+def _check_all(name: str, ranks: Sequence[RankArgs], rows: Sequence[object]) -> None:
+    """``rows`` are what the error shows of each rank."""
     check_args(
-        name, ranks, lambda rule, marks, advice: rank_table(rule, [*map(str, ranks)], marks, advice)
+        name, ranks, lambda rule, marks, advice: rank_table(rule, [*map(str, rows)], marks, advice)
     )
     require_pairs(name, sum(args.pairs for args in ranks))
 

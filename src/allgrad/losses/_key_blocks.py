@@ -176,7 +176,8 @@ class KeySums:
     def __init__(self, layout: KeyLayout, width: int, like: Tensor) -> None:
         self.layout, self.width = layout, width
         self.counts = tuple(size * width + 1 for size in layout.sizes)
-        self.message = like.new_empty(sum(self.counts))
+        self.starts = (0, *accumulate(self.counts))
+        self.message = like.new_empty(self.starts[-1])
         self.rows = self.message.view(layout.world, -1) if layout.is_equal else None
         self.is_empty = True
         self.own_term: Tensor
@@ -184,8 +185,7 @@ class KeySums:
 
     def block(self, rank: int) -> Tensor:
         """The sums for one rank's keys."""
-        start = sum(self.counts[:rank])
-        size = self.layout.sizes[rank]
+        start, size = self.starts[rank], self.layout.sizes[rank]
         return self.message[start : start + size * self.width].view(size, self.width)
 
     def blocks(self) -> list[Tensor]:

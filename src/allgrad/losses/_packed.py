@@ -53,8 +53,10 @@ class Packing:
             [n * each for n, each in zip(rows, self.per_row, strict=True)] for rows in by_rank
         ]
         self.sizes = tuple(map(sum, self.counts))  # of each rank's message
-        if agreed.call is not None and agreed.call.payload is None:
-            agreed.call.payload = Payload(self.sizes, self.dtype, parts[0].own.device)
+        device = parts[0].own.device
+        # A row beside meta tensors could not be read.
+        if agreed.call is not None and agreed.call.payload is None and device.type != "meta":
+            agreed.call.payload = Payload(self.sizes, self.dtype, device)
         if agreed.row is not None:
             last = self._elements_per_row(agreed.row[None])
             self.counts = [[*counts, last] for counts in self.counts]

@@ -99,18 +99,17 @@ class Relation:
         if self.margin is None:
             return rows
         highest = []
-        with torch.autocast(rows.features.device.type, enabled=False):  # as the terms are computed
-            for row in (chunk.made() for chunk in rows.chunks()):
-                x = row.features
-                best = torch.full((len(x),), -torch.inf, device=x.device, dtype=_wide(x))
-                for keys in columns:
-                    for column in (chunk.made() for chunk in keys.chunks()):
-                        similarity = _similarity(x, column.features)
-                        positive, _ = self.masks(row, column, similarity)
-                        masked = similarity.masked_fill(~positive, -torch.inf)
-                        if masked.shape[1]:
-                            best = torch.maximum(best, masked.amax(1))
-                highest.append(best)
+        for row in (chunk.made() for chunk in rows.chunks()):
+            x = row.features
+            best = torch.full((len(x),), -torch.inf, device=x.device, dtype=_wide(x))
+            for keys in columns:
+                for column in (chunk.made() for chunk in keys.chunks()):
+                    similarity = _similarity(x, column.features)
+                    positive, _ = self.masks(row, column, similarity)
+                    masked = similarity.masked_fill(~positive, -torch.inf)
+                    if masked.shape[1]:
+                        best = torch.maximum(best, masked.amax(1))
+            highest.append(best)
         limit = torch.cat(highest) - self.margin
         limit = limit.masked_fill(limit == -torch.inf, torch.inf)
         return Queries(rows.features, rows.ids, rows.own, limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,10 +101,9 @@ class KeyQueue(HoldsGroup, _Queued, nn.Module):
     ) -> None:
         """Make an empty queue."""
         super().__init__()
-        if capacity < 1 or width < 1:
-            raise InputError(
-                f"KeyQueue: capacity={capacity}, width={width}.\nGive positive numbers."
-            )
+        lengths: tuple[object, ...] = capacity, width
+        if not all(isinstance(n, Integral) and int(n) > 0 for n in lengths):
+            raise InputError(f"KeyQueue: {capacity=}, {width=}.\nGive positive whole numbers.")
         self.capacity, self.width, self.group = capacity, width, group
         # The newest key stands last; what is not filled yet is at the front.
         self.register_buffer("features", torch.zeros(capacity, width, device=device, dtype=dtype))

@@ -14,7 +14,13 @@ from allgrad.losses._agreement import CallSpec, agree_and, no_values, require
 from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._below_transforms import below_transforms
 from allgrad.losses._each_row import MASKED, Chunk, row_losses, terms_of, weighted_sums
-from allgrad.losses._feature_checks import check_number, check_options, number, require_device
+from allgrad.losses._feature_checks import (
+    check_number,
+    check_options,
+    number,
+    options_text,
+    require_device,
+)
 from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._packed import Packing, Part
@@ -133,7 +139,7 @@ def maxsim_loss(
         same = {
             "width": q.tokens.shape[1],
             "dtype": q.tokens.dtype,
-            "options": (symmetric, grad_reduction),
+            "options": options_text(symmetric=bool(symmetric), grad_reduction=grad_reduction),
             **compared_numbers({"scale": scale}, q.tokens),
         }
         return CallSpec(same, (len(q.lengths), len(q.tokens), len(d.tokens)))

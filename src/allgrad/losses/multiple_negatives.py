@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from allgrad.losses._feature_checks import (
     check_options,
     check_per_row,
     number,
+    options_text,
+    plain_number,
     require_device,
 )
 from allgrad.losses._global_mean import GlobalMean
@@ -91,7 +93,13 @@ def multiple_negatives_loss(
         same = {
             "width": query.shape[1],
             "dtype": query.dtype,
-            "options": (symmetric, margin, grad_reduction, ids is None, weights is None),
+            "options": options_text(
+                symmetric=bool(symmetric),
+                margin=plain_number(margin),
+                grad_reduction=grad_reduction,
+                ids=ids is not None,
+                weights=weights is not None,
+            ),
             "queue": None if queue is None else len(queue.features),
             **compared_numbers({"scale": scale}, query),
         }
@@ -103,7 +111,7 @@ def multiple_negatives_loss(
             raise InputError(
                 "multiple_negatives_loss: no rank has a pair.\nGive at least one rank a pair."
             )
-        relation = Relation(by_ids=False, margin=margin)
+        relation = Relation(by_ids=False, margin=cast("float | None", plain_number(margin)))
         keys = tuple(a + b for a, b in agreed.counts)
         parts = [Part(_candidates(key, hard_negatives), keys)]
         if ids is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -15,6 +16,8 @@ from allgrad.losses._feature_checks import (
     check_options,
     check_per_row,
     number,
+    options_text,
+    plain_number,
     require_device,
 )
 from allgrad.losses._global_mean import GlobalMean
@@ -173,12 +176,16 @@ def _several_positives(  # noqa: PLR0917
                 "the queue holds no ids.",
                 "Make it with KeyQueue(..., ids=True).",
             )
-        sent = None if key_weights is None else key_weights.dtype
-        given = query_weights is None, sent
         same = {
             "width": query.shape[1],
             "dtype": query.dtype,
-            "options": (relation, grad_reduction, given),
+            "options": options_text(
+                exclude_self=bool(relation.exclude_self),
+                margin=plain_number(relation.margin),
+                grad_reduction=grad_reduction,
+                query_weights=query_weights is not None,
+                key_weights=None if key_weights is None else key_weights.dtype,
+            ),
             "queue": None if queue is None else len(queue.features),
             **compared_numbers(numbers, query),
         }
@@ -202,13 +209,16 @@ def _several_positives(  # noqa: PLR0917
         own_ids = query_ids.long().clone()
         earlier = queued_keys(queue, sum(sizes), query)
 
+        margin = cast("float | None", plain_number(relation.margin))
+        applied = replace(relation, margin=margin)
+
         def sums(joined: list[Tensor], query: Tensor, *others: Tensor) -> Tensor:
             keys, ids, *weights = joined
             rows = Queries(query, own_ids, own if relation.exclude_self else None)
             new = Keys(keys.to(key.dtype), ids, weights[0] if weights else None)
             columns = [new, *earlier]
             scalars, its_weights = others[: len(numbers)], others[len(numbers) :]
-            losses, has_positive = score_rows(kind, relation, rows, columns, *scalars)
+            losses, has_positive = score_rows(kind, applied, rows, columns, *scalars)
             counted = has_positive if kind == "softmax" else torch.ones_like(has_positive)
             return weighted_sums(losses, counted, its_weights[0] if its_weights else None)
 

@@ -27,7 +27,7 @@ from allgrad.errors import (
 from allgrad.losses._agreement import CallSpec, agree, require, unreadable
 from allgrad.losses._below_transforms import in_vmap
 from allgrad.losses._each_row import logsumexp
-from allgrad.losses._feature_checks import require_dense, require_device
+from allgrad.losses._feature_checks import options_text, require_dense, require_device
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._recompute import recomputed
 
@@ -122,7 +122,12 @@ def cross_entropy(
         same = {
             "shape of hidden": tuple(hidden.shape),
             "dtype": hidden.dtype,
-            "options": (bias is None, ignore_index, float(label_smoothing), reduction),
+            "options": options_text(
+                bias=bias is not None,
+                ignore_index=ignore_index,
+                label_smoothing=float(label_smoothing),
+                reduction=reduction,
+            ),
         }
         if sizes is not None:
             return CallSpec(same, ())
