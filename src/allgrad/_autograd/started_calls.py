@@ -46,7 +46,8 @@ class _State:
 
     def __init__(self) -> None:
         self.count = 0
-        self.lock = threading.Lock()
+        # A handle may be freed, on any thread and inside these functions too. Count is never too low then.
+        self.lock = threading.RLock()
         self.by_group: MutableMapping[object, Started] = weakref.WeakKeyDictionary()
 
 
@@ -72,7 +73,7 @@ def forget(group: Group | None, handle: Waitable) -> None:
 
 def _remove(started: Started, ref: weakref.ref[Waitable]) -> None:
     # It may have left before: finished, or failed and waited for again.
-    with contextlib.suppress(ValueError):
+    with STATE.lock, contextlib.suppress(ValueError):
         started.remove(ref)
         STATE.count -= 1
 
