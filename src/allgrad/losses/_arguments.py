@@ -12,7 +12,7 @@ from allgrad._core.torch_internals import functorch_active, transform_names
 from allgrad._wire.calls import resolve
 from allgrad._wire.consistency import refuse
 from allgrad.errors import InputError
-from allgrad.losses._autocast import outside_autocast
+from allgrad.losses._computed_on import computed_on
 from allgrad.losses._config import LossConfig
 from allgrad.losses._config_cache import recall, remember, signature
 from allgrad.losses._engine import contrastive_loss
@@ -111,7 +111,7 @@ def global_loss(
     k = keys[0]
     if len(keys) > 1:
         flat = [x.flatten(0, -2) for x in keys]
-        k = outside_autocast(torch.cat, flat, device=q.device.type)
+        k = computed_on(q.device, torch.cat, flat)
     scale, *others = numbers.values()
     assert scale is not None
     return contrastive_loss(config, q, k, scale, others[0] if others else None)

@@ -40,7 +40,7 @@ from allgrad._core.torch_internals import anchor_gradient, never_traced
 from allgrad._wire import primitives as wire
 from allgrad._wire.groups import find_group
 from allgrad.errors import ModeError
-from allgrad.losses._autocast import outside_autocast
+from allgrad.losses._computed_on import computed_on
 from allgrad.losses._first_order import Inputs, Kept, first_gradients, loss_value
 from allgrad.losses._modes import first_order, loss_in_transform, refuse_batches
 from allgrad.losses._tiles.accumulators import accumulator_dtype
@@ -65,16 +65,12 @@ def contrastive_loss(
         return loss_in_transform(config, Inputs(q, k, scale, bias))
     if started_calls.STATE.count:
         started_calls.finish(find_group(config.name, config.layout.group))
-    chain, device = current_chain(), q.device.type
+    chain, given = current_chain(), (q, k, scale, bias)
     if chain is not None and torch.is_grad_enabled():
-        (tied,) = chain.tie(
-            lambda token: (
-                outside_autocast(_apply, config, token, q, k, scale, bias, device=device),
-            )
-        )
+        (tied,) = chain.tie(lambda token: (computed_on(q.device, _apply, config, token, *given),))
         assert tied is not None
         return tied
-    loss: Tensor = outside_autocast(_apply, config, ANCHOR, q, k, scale, bias, device=device)
+    loss: Tensor = computed_on(q.device, _apply, config, ANCHOR, *given)
     if call_order.STATE.gated and loss.requires_grad and config.layout.world > 1:
         (loss,) = call_order.gate((loss,))
     return loss
@@ -128,9 +124,7 @@ class _ContrastiveLoss(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             with contextlib.nullcontext() if ctx.chain is None else ctx.chain.recording():
                 return None, None, *first_order(ctx.config, (kept, needed), x, by_loss)
-        found = outside_autocast(
-            first_gradients, ctx.config, x, by_loss, kept, needed, device=by_loss.device.type
-        )
+        found = computed_on(by_loss.device, first_gradients, ctx.config, x, by_loss, kept, needed)
         return None, anchor_gradient(ctx), *found
 
 

@@ -26,7 +26,7 @@ from allgrad._wire.groups import find_group
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.errors import ModeError
-from allgrad.losses._autocast import outside_autocast
+from allgrad.losses._computed_on import computed_on
 from allgrad.losses._key_blocks import KeyLayout, reduce_sums
 from allgrad.losses._modes import refuse_batches
 from allgrad.losses._tiles.accumulators import accumulator_dtype
@@ -65,8 +65,7 @@ class GlobalMean:
 
     def __call__(self, *own: Tensor) -> Tensor:
         """The mean of all ranks, on every rank; ``own`` are tensors that stay on this rank."""
-        device = own[0].device.type
-        return outside_autocast(self._compute, *own, device=device)  # type: ignore[no-any-return]
+        return computed_on(own[0].device, self._compute, *own)  # type: ignore[no-any-return]
 
     def _compute(self, *own: Tensor) -> Tensor:
         if not is_plain_autograd() or len(self.packing.sizes) == 1:
@@ -127,8 +126,7 @@ class _Mean(torch.autograd.Function):
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         kept, ctx.kept = ctx.kept, None
         if torch.is_grad_enabled() or kept is None:  # create_graph=True, or a graph kept for more
-            device = by_mean.device.type
-            found = outside_autocast(_in_steps, ctx.how, saved, needed, by_mean, device=device)
+            found = computed_on(by_mean.device, _in_steps, ctx.how, saved, needed, by_mean)
             return None, anchor_gradient(ctx), *found
         sums, inputs, factors = kept
         own, *others = _in_one_message(ctx.how, sums, inputs, factors, needed, by_mean)

@@ -18,7 +18,7 @@ from allgrad._autograd.backward_order import current_chain
 from allgrad._autograd.transforms import ANCHOR, mode_anchor
 from allgrad._core.torch_internals import anchor_gradient, is_batched_gradient, never_traced
 from allgrad.errors import ModeError
-from allgrad.losses._autocast import outside_autocast
+from allgrad.losses._computed_on import computed_on
 from allgrad.losses._first_order import Inputs, Kept, first_gradients, loss_value
 from allgrad.losses._second_order import directional_derivative, second_gradients
 
@@ -86,7 +86,7 @@ class _Loss(_Mode):
     @staticmethod
     def forward(config: LossConfig, anchor: Tensor, *x: Tensor) -> Tensor:  # noqa: ARG004
         inputs = Inputs(*x)
-        loss, _ = outside_autocast(loss_value, config, inputs, _ALL, device=x[0].device.type)
+        loss, _ = computed_on(x[0].device, loss_value, config, inputs, _ALL)
         return loss  # type: ignore[no-any-return]
 
     @staticmethod
@@ -122,13 +122,11 @@ class _FirstGradients(_Mode):
         *inputs: Tensor,
     ) -> Gradients:
         x, by_loss = Inputs(*inputs[:4]), inputs[4]
-        device = by_loss.device.type
+        device = by_loss.device
         if forward is None:
-            _, kept = outside_autocast(loss_value, config, x, _ALL, device=device)
+            _, kept = computed_on(device, loss_value, config, x, _ALL)
             forward = kept, _ALL
-        found: Gradients = outside_autocast(
-            first_gradients, config, x, by_loss, *forward, device=device
-        )
+        found: Gradients = computed_on(device, first_gradients, config, x, by_loss, *forward)
         return found
 
     @staticmethod
@@ -157,8 +155,8 @@ class _SecondGradients(_Mode):
     @staticmethod
     def forward(config: LossConfig, anchor: Tensor, *inputs: Tensor) -> Gradients:  # noqa: ARG004
         x, by_loss, direction = Inputs(*inputs[:4]), inputs[4], Inputs(*inputs[5:])
-        found: Gradients = outside_autocast(
-            second_gradients, config, x, by_loss, direction, device=by_loss.device.type
+        found: Gradients = computed_on(
+            by_loss.device, second_gradients, config, x, by_loss, direction
         )
         return found
 
@@ -180,9 +178,7 @@ class _Directional(_Mode):
     @staticmethod
     def forward(config: LossConfig, anchor: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG004
         x, direction = Inputs(*inputs[:4]), Inputs(*inputs[4:])
-        found: Tensor = outside_autocast(
-            directional_derivative, config, x, direction, device=x.q.device.type
-        )
+        found: Tensor = computed_on(x.q.device, directional_derivative, config, x, direction)
         return found
 
     @staticmethod

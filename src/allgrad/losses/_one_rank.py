@@ -15,7 +15,7 @@ from torch import Tensor
 
 from allgrad._autograd.transforms import is_plain_autograd
 from allgrad._wire.groups import find_group
-from allgrad.losses._autocast import outside_autocast
+from allgrad.losses._computed_on import computed_on
 from allgrad.losses._config import LossConfig
 from allgrad.losses._first_order import Inputs, Kept, one_rank
 from allgrad.losses._fused_pass import FUSED_DTYPES, kept_scores
@@ -100,7 +100,7 @@ def loss_of_one_rank(
     call = name, group, kind
     if not torch.is_autocast_enabled("cuda"):
         return _apply(call, q, k, scale, bias)  # type: ignore[no-any-return]
-    return outside_autocast(_apply, call, q, k, scale, bias, device="cuda")  # type: ignore[no-any-return]
+    return computed_on(device, _apply, call, q, k, scale, bias)  # type: ignore[no-any-return]
 
 
 def _is_number(x: Any, device: torch.device) -> bool:
@@ -144,7 +144,7 @@ class _LossOfOneRank(torch.autograd.Function):
         q, k, scale, bias = ctx.saved_tensors
         products = kept if lease is None else lease.products()
         if products is None:
-            _, products = outside_autocast(_launched, ctx, q, k, scale, bias, device="cuda")
+            _, products = computed_on(q.device, _launched, ctx, q, k, scale, bias)
         if torch.is_grad_enabled():  # create_graph=True
             needed = ctx.needs_input_grad[1:]
             x = Inputs(q, k, scale, bias)

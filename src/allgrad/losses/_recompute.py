@@ -9,7 +9,7 @@ from torch import Tensor
 
 from allgrad._core.torch_internals import functorch_active, never_traced, transform_names
 from allgrad.errors import ModeError
-from allgrad.losses._autocast import outside_autocast
+from allgrad.losses._computed_on import computed_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,9 +49,7 @@ class _Recomputed(torch.autograd.Function):
     def forward(
         function: Callable[..., tuple[Tensor, ...]], first: Tensor, *others: Tensor | None
     ) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = outside_autocast(
-            function, first, *others, device=first.device.type
-        )
+        found: tuple[Tensor, ...] = computed_on(first.device, function, first, *others)
         return found
 
     @staticmethod

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from allgrad.errors import InputError, ModeError, PieceMismatch, TensorError
 from allgrad.losses._agreement import CallSpec, agree_and, no_values, require
-from allgrad.losses._autocast import outside_autocast
 from allgrad.losses._below_transforms import below_transforms
+from allgrad.losses._computed_on import computed_on
 from allgrad.losses._each_row import MASKED, Chunk, row_losses, terms_of, weighted_sums
 from allgrad.losses._feature_checks import (
     check_number,
@@ -262,7 +262,7 @@ def _pack_list(name: str, xs: Sequence[Tensor], mask: Tensor | None) -> _Samples
         f"{name} is not a list of floating-point (tokens, width) of one width and dtype.",
         "Give each sample as (tokens, width).",
     )
-    tokens = outside_autocast(torch.cat, list(xs), device=xs[0].device.type)
+    tokens = computed_on(xs[0].device, torch.cat, list(xs))
     return _with_tokens(name, _Samples(tokens, [len(x) for x in xs]))
 
 

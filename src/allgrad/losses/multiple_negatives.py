@@ -9,7 +9,7 @@ from torch import Tensor
 
 from allgrad.errors import InputError, PieceMismatch
 from allgrad.losses._agreement import CallSpec, agree_and, require
-from allgrad.losses._autocast import outside_autocast
+from allgrad.losses._computed_on import computed_on
 from allgrad.losses._each_row import weighted_sums
 from allgrad.losses._feature_checks import (
     check_features,
@@ -160,7 +160,7 @@ def _candidates(key: Tensor, hard_negatives: Tensor | None) -> Tensor:
     if hard_negatives is None:
         return key
     both = [key, hard_negatives]
-    return outside_autocast(torch.cat, both, device=key.device.type)  # type: ignore[no-any-return]
+    return computed_on(key.device, torch.cat, both)  # type: ignore[no-any-return]
 
 
 def _check_both_sides(

@@ -96,15 +96,18 @@ class _Captured:
         stream, side = torch.cuda.current_stream(), _side_stream(key.device)
         side.wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(side):
-            self._compute(key)
-            # Other threads may go on using the device while this one captures.
-            self.graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self.products = self._compute(key)
-            finally:
-                self.graph.capture_end()
-        stream.wait_stream(side)
+        try:
+            with torch.cuda.stream(side):
+                self._compute(key)
+                # Other threads may go on using the device while this one captures.
+                self.graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self.products = self._compute(key)
+                finally:
+                    self.graph.capture_end()
+        finally:
+            # The memory of a failed capture is given back, and the other stream has stored into it.
+            stream.wait_stream(side)
 
     def _compute(self, key: _Key) -> Products:
         return loss_and_products(
