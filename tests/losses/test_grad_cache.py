@@ -1,5 +1,7 @@
 """grad_cache_step against the one big batch, with dropout replayed and one synchronisation."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,6 +94,47 @@ def test_equals_the_one_big_batch_under_ddp(rank, world):
         assert sorted(set(syncs)) == list(range(len(syncs) // (step + 1))), (
             "more than one each step"
         )
+
+
+@pytest.mark.parametrize("look_for_unused", [False, True])
+@pytest.mark.ranks(2)
+def test_parameters_that_only_the_loss_uses_are_synchronised_by_ddp(rank, world, look_for_unused):
+    """As in models of open_clip's kind: the scale is read from the module, whether it is returned or not."""
+    counts = COUNTS[:world]
+    model = Towers(named=True)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=look_for_unused)
+    alone = Towers()
+    for step in range(3):
+        everything = joined([b for r in range(world) for b in pairs(counts[r], r + 10 * step)])
+        penalty = alone.text.weight.square().sum()  # of a parameter that the encoder uses too
+        want = reference.clip(*alone(everything)[:2], alone.log_scale.exp()) + penalty
+        alone.zero_grad()
+        want.backward()
+
+        def loss(image, text, scale):
+            del scale
+            found = clip_loss(image, text, model.log_scale.exp())
+            return found + model.text.weight.square().sum()
+
+        model.zero_grad()
+        got = grad_cache_step(wrapped, pairs(counts[rank], rank + 10 * step), loss)
+        torch.testing.assert_close(got, want.detach(), **NEAR)
+        same_gradients(model, alone)
+        for each in (model, alone):
+            with torch.no_grad():
+                for p in each.parameters():
+                    p.sub_(0.1 * p.grad)
+
+
+@pytest.mark.ranks(2)
+def test_what_ddp_or_grad_mode_makes_impossible_raises(rank, world):
+    wrapped = DistributedDataParallel(Towers(), static_graph=True)
+    call = partial(grad_cache_step, wrapped, pairs((2, 1)[: 2 - rank], rank), clip_loss)
+    raises_everywhere(InputError, call, "static_graph=True", "one micro-batch")
+    grad_cache_step(wrapped, pairs((2,), rank), clip_loss)
+    with torch.no_grad():
+        call = partial(grad_cache_step, Towers(), pairs((2,), rank), clip_loss)
+        raises_everywhere(InputError, call, "grad mode is off")
 
 
 def test_dropout_is_replayed_and_random_numbers_are_drawn_once():

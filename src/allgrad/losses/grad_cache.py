@@ -15,9 +15,10 @@ from allgrad._wire.calls import resolve
 from allgrad._wire.consistency import refuse
 from allgrad.collectives.all_gather import gather_sizes
 from allgrad.errors import InputError, rank_table
+from allgrad.losses._late_gradients import LateGradients
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from allgrad.types import GroupLike
 
@@ -49,7 +50,8 @@ def grad_cache_step(
     tensors without dimensions, or of one element where the embeddings have another number of rows.
 
     ``models`` are the modules that ``encode`` calls (``encode`` itself is recognised). DDP modules
-    synchronise their gradients once, in the last micro-batch. Buffers are set back before step 3, so
+    synchronise their gradients once, in the last micro-batch, also those of parameters that only
+    ``loss`` uses. Buffers are set back before step 3, so
     that the statistics of batch norm move once, and random numbers are replayed, so that step 3 has
     the same dropout as step 1. Layers that depend on the whole batch, such as batch norm, see single
     micro-batches.
@@ -68,9 +70,11 @@ def grad_cache_step(
     """
     micro_batches = _listed(micro_batches, group)
     models = (models,) if isinstance(models, nn.Module) else models
-    extra = _most_micro_batches(len(micro_batches), group) - len(micro_batches)
+    most = _most_micro_batches(len(micro_batches), group)
+    extra = most - len(micro_batches)
     called = (encode, *models)
     wrapped = [m for m in called if hasattr(m, "no_sync")]
+    _check_modes(wrapped, most, group)
     modules = [m for m in called if isinstance(m, nn.Module)]
     buffers = _Buffers(modules)
     devices = _devices()
@@ -91,7 +95,8 @@ def grad_cache_step(
     joined = _join(outputs, is_scalar)
     value = joined.call(loss)
     _check_loss(value, backward, group)
-    backward(value)
+    with LateGradients(wrapped) as late:
+        backward(value)
     gradients = _split_gradients(joined, outputs, is_scalar)
 
     last = len(micro_batches) - 1
@@ -108,7 +113,10 @@ def grad_cache_step(
             with _no_sync(wrapped if number < last else []):
                 _set_random_state(devices, states[number])
                 again = _encoded(encode(batch), group, first)
-                again.backward(gradients[number])
+                if number < last:
+                    again.backward(gradients[number])
+                else:
+                    again.backward(late.complete(again.tensors, gradients[last]), late.found)
     return value.detach()
 
 
@@ -165,6 +173,17 @@ def _refuse(rule: str, advice: str, group: GroupLike) -> NoReturn:
     error = InputError(f"grad_cache_step: {rule}\n{advice}")
     ended_ranks.publish(error)
     refuse(resolve("grad_cache_step", group), error)
+
+
+def _check_modes(wrapped: Sequence[Any], most: int, group: GroupLike) -> None:
+    if not torch.is_grad_enabled():
+        _refuse("grad mode is off.", "Call it outside of torch.no_grad().", group)
+    if most > 1 and any(getattr(m, "static_graph", False) for m in wrapped):
+        _refuse(
+            "DDP with static_graph=True takes one backward in each step.",
+            "Leave out static_graph=True, or give each rank one micro-batch.",
+            group,
+        )
 
 
 def _check_loss(value: object, backward: object, group: GroupLike) -> None:
@@ -225,12 +244,16 @@ class _Output:
             return loss(*self.tensors)
         return loss(**dict(zip(self.names, self.tensors, strict=True)))
 
-    def backward(self, gradients: Sequence[Tensor | None]) -> None:
+    def backward(
+        self, gradients: Sequence[Tensor | None], more: Mapping[Tensor, Tensor] | None = None
+    ) -> None:
+        """Run backward from the outputs with these gradients, and from ``more`` leaves with theirs."""
         pairs = [
             (x, g)
             for x, g in zip(self.tensors, gradients, strict=True)
             if g is not None and x.requires_grad
         ]
+        pairs += (more or {}).items()
         if pairs:
             torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
 
