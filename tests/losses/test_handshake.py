@@ -4,10 +4,12 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import allgrad as ag
 from allgrad.errors import InputError, PieceMismatch, RankRaised, SizesError, TensorError
-from allgrad.losses import clip_loss, info_nce_loss, siglip_loss
+from allgrad.losses import clip_loss, cross_entropy, info_nce_loss, siglip_loss, supcon_loss
 from refusals import raises_everywhere
 
 GOOD = torch.ones(2, 4)
@@ -140,6 +142,30 @@ def test_several_numbers_as_an_option_of_one_rank_raise_on_all(rank, world):
     smoothing = torch.tensor([0.1, 0.2]) if rank == 1 else 0.1
     call = partial(clip_loss, GOOD, GOOD, 1.0, label_smoothing=smoothing)
     raises_everywhere(InputError, call, "rank 1: ", "tensor([0.1000, 0.2000])", "<- other options")
+
+
+@pytest.mark.ranks(3)
+def test_a_dtensor_is_refused_on_every_rank(rank, world):
+    """Of a scale under FSDP2 most ranks hold nothing; of features each holds its rows, and shows those of all."""
+    mesh = init_device_mesh("cpu", (world,))
+    scale = distribute_tensor(torch.tensor([2.0]), mesh, [Shard(0)])
+    whole = distribute_tensor(torch.tensor([2.0]), mesh, [Replicate()])
+    rows = distribute_tensor(torch.ones(world * 2, 4), mesh, [Shard(0)])
+    ids = torch.arange(2)
+    for number in (scale, whole):
+        for sizes in (None, "equal"):
+            call = partial(clip_loss, GOOD, GOOD, number, sizes=sizes)
+            raises_everywhere(InputError, call, "scale is a DTensor" if sizes is None else "scale")
+        call = partial(supcon_loss, GOOD, GOOD, number, ids, ids)
+        raises_everywhere(TensorError, call, "scale is a DTensor", "full_tensor()")
+    for x in (rows, rows if rank == 1 else GOOD):
+        call = partial(clip_loss, GOOD, x, 1.0)
+        raises_everywhere(TensorError, call, "text is a DTensor", "rank 1: ", "to_local()")
+        call = partial(supcon_loss, GOOD, x, 1.0, ids, ids)
+        raises_everywhere(TensorError, call, "key is a DTensor", "rank 1: ", "to_local()")
+    call = partial(cross_entropy, torch.ones(3, 4), rows, torch.zeros(3, dtype=torch.int64))
+    raises_everywhere(TensorError, call, "weight is a DTensor")
+    clip_loss(GOOD, rows.to_local(), scale.full_tensor())
 
 
 @pytest.mark.ranks(2)

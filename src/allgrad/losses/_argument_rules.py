@@ -85,7 +85,7 @@ def _bad_features(args: RankArgs, _: RankArgs) -> str | None:
         if optional and spec.given == "none":
             continue
         if spec.given != "tensor":
-            return f"{spec.name} is {'None' if spec.given == 'none' else 'no dense tensor'}"
+            return f"{spec.name} is {spec.kind}"
         if not spec.is_floating:
             return f"{spec.name} is not floating-point"
         if len(spec.shape) != 2 and not (optional and len(spec.shape) == 3):
@@ -131,6 +131,8 @@ def _bad_scalar(args: RankArgs, _: RankArgs) -> str | None:
             if index:  # the bias is optional
                 continue
             return f"{spec.name} is missing"
+        if spec.given == "DTensor":
+            return f"{spec.name} is a DTensor"
         if not spec.is_floating:
             return f"{spec.name} is not a floating-point number"
         if math.prod(spec.shape) != 1:
@@ -160,7 +162,8 @@ _RULES = (
         TensorError,
         "features must be floating-point tensors with one vector in each row.",
         _bad_features,
-        "Give {query} and {key} as (pairs, width) in float32, bfloat16, float16 or float64.",
+        "Give {query} and {key} as (pairs, width) in float32, bfloat16, float16 or float64; of a DTensor "
+        "its to_local().",
     ),
     Rule(
         TensorError,
@@ -193,7 +196,7 @@ _RULES = (
         InputError,
         "scale and bias must be single finite numbers.",
         _bad_scalar,
-        "Give a finite number, or a tensor of one element.",
+        "Give a finite number, or a tensor of one element; of a DTensor its full_tensor().",
     ),
     Rule(
         InputError,

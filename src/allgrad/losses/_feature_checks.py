@@ -12,6 +12,7 @@ from torch import Tensor
 from allgrad.errors import InputError, PieceMismatch, TensorError
 from allgrad.losses._agreement import require
 from allgrad.losses._below_transforms import in_vmap
+from allgrad.losses._rank_args import FLOATING, is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,16 +29,16 @@ __all__ = [
     "require_device",
 ]
 
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
 def check_features(features: Mapping[str, Tensor | None], optional: Sequence[str] = ()) -> None:
     """Features are (rows, width), all of one dtype and width on one device; optional ones may be None."""
     given = {name: x for name, x in features.items() if x is not None or name not in optional}
     for name, x in given.items():
+        _require_whole(name, x)
         require(
-            isinstance(x, Tensor) and _is_plain(x) and x.dtype in _FLOATING and x.dim() == 2,
+            isinstance(x, Tensor) and _is_plain(x) and x.dtype in FLOATING and x.dim() == 2,
             TensorError,
             f"{name} is not a floating-point tensor with one vector in each row.",
             "Give it as (rows, width) in float32, bfloat16, float16 or float64.",
@@ -59,7 +60,17 @@ def check_features(features: Mapping[str, Tensor | None], optional: Sequence[str
     require_device(given, next(iter(given)), first)
 
 
+def _require_whole(name: str, x: object) -> None:
+    require(
+        not is_dtensor(x),
+        TensorError,
+        f"{name} is a DTensor.",
+        "Give its full_tensor(), or its to_local() where each rank has its own rows.",
+    )
+
+
 def require_dense(name: str, x: object) -> None:
+    _require_whole(name, x)
     require(_is_plain(x), TensorError, f"{name} is not a dense tensor.", "Give one (to_dense()).")
 
 
@@ -83,7 +94,7 @@ def check_per_row(name: str, x: Tensor | None, rows: str, count: int, *, whole: 
     if x is None:
         return
     require(
-        isinstance(x, Tensor) and x.dtype in (_WHOLE if whole else _FLOATING) and x.dim() == 1,
+        isinstance(x, Tensor) and x.dtype in (_WHOLE if whole else FLOATING) and x.dim() == 1,
         TensorError,
         f"{name} is not a vector of {'whole numbers' if whole else 'floating-point numbers'}.",
         f"Give one for each row of {rows}.",
@@ -99,8 +110,9 @@ def check_per_row(name: str, x: Tensor | None, rows: str, count: int, *, whole: 
 
 def check_number(name: str, x: Tensor | float) -> None:
     """A scale or a bias is a single finite number."""
+    _require_whole(name, x)
     if isinstance(x, Tensor):
-        good = _is_plain(x) and x.dtype in _FLOATING and x.numel() == 1
+        good = _is_plain(x) and x.dtype in FLOATING and x.numel() == 1
         good = good and (in_vmap() or bool(x.isfinite().all()))
     else:
         given: object = x  # also a number of NumPy, or what is none

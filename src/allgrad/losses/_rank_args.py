@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from allgrad.losses._kind import LossKind
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["FLOATING", "GradNeeds", "RankArgs", "TensorSpec"]
+__all__ = ["FLOATING", "GradNeeds", "RankArgs", "TensorSpec", "is_dtensor"]
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OPTIONS_BYTES = 7  # of the digest of a call's options
@@ -27,8 +27,14 @@ _MAX_FEATURES, _MAX_SCALARS = 3, 2
 _SPEC_WORDS = 3 + _MAX_DIMS + 1 + 2
 _ROW_WORDS = 5 + (_MAX_FEATURES + _MAX_SCALARS) * _SPEC_WORDS
 
-_GIVEN: tuple[Literal["tensor", "none", "other"], ...] = ("tensor", "none", "other")
+Given: TypeAlias = Literal["tensor", "none", "other", "DTensor"]
+_GIVEN: tuple[Given, ...] = ("tensor", "none", "other", "DTensor")
 _DEVICES = ("", "cpu", "cuda", "meta", "xpu", "mps", "hpu")  # types; "" is any other
+
+
+def is_dtensor(x: object) -> bool:
+    """Tell whether each rank holds a piece of it only, as of a parameter under FSDP2."""
+    return hasattr(x, "device_mesh") and hasattr(x, "placements")
 
 
 class GradNeeds(IntFlag):
@@ -42,7 +48,7 @@ class TensorSpec(NamedTuple):
     """One argument on one rank."""
 
     name: str
-    given: Literal["tensor", "none", "other"]
+    given: Given
     dtype: torch.dtype | None = None  # None for a dtype that cannot be named in a message
     shape: tuple[int, ...] = ()
     value: float = 0.0  # of a scalar; 0 for features, and if reading it would wait for the device
@@ -52,6 +58,8 @@ class TensorSpec(NamedTuple):
     def of(name: str, x: object, *, read: bool) -> TensorSpec:
         if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided:
             return TensorSpec(name, "none" if x is None else "other")
+        if is_dtensor(x):
+            return TensorSpec(name, "DTensor")
         dtype = x.dtype if x.dtype in DTYPES else None
         readable = read and x.numel() == 1 and dtype in FLOATING
         kind, index = x.device.type, x.device.index
@@ -94,8 +102,13 @@ class TensorSpec(NamedTuple):
 
     def __str__(self) -> str:
         if self.given != "tensor":
-            return f"{self.name} {'None' if self.given == 'none' else 'no plain tensor'}"
+            return f"{self.name} {self.kind}"
         return f"{self.name} {self.shape} {dtype_name(self.dtype) if self.dtype else 'other'}"
+
+    @property
+    def kind(self) -> str:
+        """What it is instead of a tensor, for messages."""
+        return {"none": "None", "DTensor": "a DTensor"}.get(self.given, "no dense tensor")
 
     @property
     def place(self) -> str:

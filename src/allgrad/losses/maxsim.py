@@ -24,6 +24,7 @@ from allgrad.losses._feature_checks import (
 from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._packed import Packing, Part
+from allgrad.losses._rank_args import FLOATING
 from allgrad.losses._same_numbers import compared_numbers
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["maxsim_loss"]
 
 TILE = (1024, 8192)  # tokens of queries and of documents whose scores exist at a time
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ def _pack(name: str, x: Tensor | Sequence[Tensor], mask: Tensor | None) -> _Samp
     if not isinstance(x, Tensor):
         return _pack_list(name, x, mask)
     require(
-        x.dim() == 3 and x.dtype in _FLOATING,
+        x.dim() == 3 and x.dtype in FLOATING,
         TensorError,
         f"{name} is not a floating-point tensor of 3 dimensions.",
         "Give it as (samples, tokens, width), or as a list of (tokens, width).",
@@ -256,7 +256,7 @@ def _pack_list(name: str, xs: Sequence[Tensor], mask: Tensor | None) -> _Samples
         "A rank without samples gives a tensor of shape (0, 0, width).",
     )
     require(
-        all(isinstance(x, Tensor) and x.dim() == 2 and x.dtype in _FLOATING for x in xs)
+        all(isinstance(x, Tensor) and x.dim() == 2 and x.dtype in FLOATING for x in xs)
         and len({(x.shape[1], x.dtype) for x in xs}) == 1,
         TensorError,
         f"{name} is not a list of floating-point (tokens, width) of one width and dtype.",

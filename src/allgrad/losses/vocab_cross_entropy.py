@@ -29,6 +29,7 @@ from allgrad.losses._below_transforms import in_vmap
 from allgrad.losses._each_row import logsumexp
 from allgrad.losses._feature_checks import options_text, require_dense, require_device
 from allgrad.losses._in_graphs import in_graphs
+from allgrad.losses._rank_args import FLOATING
 from allgrad.losses._recompute import recomputed
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ Reduction: TypeAlias = Literal["mean", "sum", "none"]
 P = ParamSpec("P")
 
 CHUNK_BYTES = 64 << 20  # of the logits that exist at a time
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DIGESTS = 1 << 24  # numbers that a float32 holds exactly
 
 
@@ -63,7 +63,7 @@ def _in_one_dtype(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What autocast would make of them where their dtypes differ: activations beside parameters."""
     given = [x for x in (hidden, weight, bias) if isinstance(x, Tensor)]
-    if len({x.dtype for x in given}) == 1 or not all(x.dtype in _FLOATING for x in given):
+    if len({x.dtype for x in given}) == 1 or not all(x.dtype in FLOATING for x in given):
         return hidden, weight, bias
     device = given[0].device.type
     if not torch.is_autocast_enabled(device) or len(given) < 2 + (bias is not None):
@@ -234,7 +234,7 @@ def _summary(targets: Tensor, ignore_index: int) -> tuple[int, int, int]:
 def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
     for name, x in (("hidden", hidden), ("weight", weight)):
         require(
-            isinstance(x, Tensor) and x.dtype in _FLOATING,
+            isinstance(x, Tensor) and x.dtype in FLOATING,
             TensorError,
             f"{name} is not a floating-point tensor.",
             "Give hidden and weight in float32, bfloat16, float16 or float64.",
@@ -345,7 +345,7 @@ def _sums_of_a_mistake(
 ) -> Tensor | None:
     """What this rank sends instead of its sums, so that the others do not wait; None if nothing tells its shape."""
     given = [x if isinstance(x, Tensor) and not x.is_nested else None for x in (hidden, weight)]
-    like = next((x for x in given if x is not None and x.dtype in _FLOATING), None)
+    like = next((x for x in given if x is not None and x.dtype in FLOATING), None)
     rows = given[0].shape[:-1] if given[0] is not None and given[0].dim() else None
     if rows is None and isinstance(targets, Tensor):
         rows = targets.shape
