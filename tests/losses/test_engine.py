@@ -15,6 +15,7 @@ from allgrad.losses import (
     maxsim_loss,
     multiple_negatives_loss,
     siglip_loss,
+    sigmoid_supcon_loss,
     supcon_loss,
 )
 from allgrad.losses._tiles import torch as torch_tiles
@@ -353,6 +354,27 @@ def test_autocast_to_the_other_16_bits(rank, world, dtypes):
         want = loss()
         with torch.autocast("cpu", other):
             assert torch.equal(loss(), want)
+
+
+@pytest.mark.parametrize("dtypes", [("float16", "bfloat16"), ("bfloat16", "float16")])
+@pytest.mark.ranks(1, 2)
+def test_backward_under_autocast_to_the_other_16_bits(rank, world, dtypes):
+    own, other = (getattr(torch, dtype) for dtype in dtypes)
+    given = [random((3, 4), seed + rank).to(own).requires_grad_() for seed in (1, 5)]
+    ids = torch.arange(3)
+    losses = (
+        lambda x, y: clip_loss(x, y, 2.0),
+        lambda x, y: multiple_negatives_loss(x, y, 2.0, symmetric=True),
+        lambda x, y: supcon_loss(x, y, 2.0, ids, ids),
+        lambda x, y: sigmoid_supcon_loss(x, y, 2.0, ids, ids),
+        lambda x, y: maxsim_loss(x[None], y[None], 2.0),
+    )
+    for loss in losses:
+        want = torch.autograd.grad(loss(*given), given)
+        with torch.autocast("cpu", other):
+            got = torch.autograd.grad(loss(*given), given)
+        for x, y in zip(got, want, strict=True):
+            assert torch.equal(x, y)
 
 
 def test_autocast_leaves_the_products_alone():

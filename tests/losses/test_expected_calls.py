@@ -69,7 +69,7 @@ def test_losses_in_turns_are_expected_too(rank, world):
         lambda: multiple_negatives_loss(query, key, SCALE, queue=queue).backward(),
         lambda: queue.push(key.detach()),
     )
-    made = [messages(step) for _ in range(5) for step in steps]
+    made = [messages(step) for _ in range(8) for step in steps]  # full after some of them
     assert made[-3:] == [3, 3, 2], made
 
 

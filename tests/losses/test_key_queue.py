@@ -190,5 +190,35 @@ def test_a_queue_on_one_rank_only_is_shown(rank, world):
         partial(multiple_negatives_loss, x, x, 1.0),
     ):
         raises_everywhere(
-            PieceMismatch, partial(loss, queue=queue), "same queue", "queue KeyQueue   <-"
+            PieceMismatch, partial(loss, queue=queue), "same queue", "queue of 3   <-", "no queue"
         )
+
+
+@pytest.mark.ranks(3)
+def test_a_queue_that_differs_between_ranks_is_noticed(rank, world):
+    queue = KeyQueue(6, 4, ids=True)
+    queue.push(torch.ones(1, 4), torch.zeros(1).long())
+    saved = {name: x.clone() for name, x in queue.state_dict().items()}
+    if rank == 1:  # as after a checkpoint that one rank loads alone
+        queue.load_state_dict({**saved, "count": torch.tensor(6)})
+    push = partial(queue.push, torch.ones(1, 4), torch.zeros(1).long())
+    raises_everywhere(PieceMismatch, push, "rank 1: ", "queue of 6, full  ", "other queue")
+
+    queue.load_state_dict(saved)
+    x, ids = torch.eye(4)[:2].requires_grad_(), torch.arange(2)
+    losses = (
+        partial(multiple_negatives_loss, x, x, 5.0, queue=queue, ids=ids),
+        partial(supcon_loss, x, x, 5.0, ids, ids, queue=queue),
+        push,
+    )
+    with ag.checked():
+        for call in losses:
+            call()
+        for name in ("features", "ids"):
+            if rank == 1:
+                other = getattr(queue, name) + 1
+                queue.load_state_dict({**queue.state_dict(), name: other})
+            for call in losses:
+                raises_everywhere(PieceMismatch, call, "rank 1: ", "checksum", "other queue")
+            ag.module_state.sync(queue)
+            losses[0]()

@@ -9,12 +9,13 @@ from allgrad.errors import InputError, PieceMismatch, TensorError
 from allgrad.losses import (
     KeyQueue,
     _relations,
+    multiple_negatives_loss,
     reference,
     siglip_loss,
     sigmoid_supcon_loss,
     supcon_loss,
 )
-from exactness import leaf, place
+from exactness import leaf, place, random
 from losses.kept_memory import largest_kept
 from losses.samples import COUNTS, check_loss, features, ids_of
 from places import on
@@ -154,6 +155,25 @@ def test_no_matrix_of_scores_is_kept():
         for loss in (supcon_loss, sigmoid_supcon_loss):
             for order in (1, 2):
                 assert largest_kept(partial(loss, q, k, 5.0, ids, ids), (q, k), order) <= 32 * 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.ranks(1, 3)
+def test_ids_of_any_strides_and_of_bool(rank, world, dtype):
+    q, k = (random((3, 4), seed + rank).to(dtype) for seed in (1, 5))
+    ids = torch.arange(3) % 2 + rank % 2
+    table = torch.stack([ids, 7 * ids, ids], 1)
+    same = {"a column": table[:, 0], "every other": torch.cat([table[:, 0:2]]).flatten()[::2]}
+    for loss in (supcon_loss, sigmoid_supcon_loss):
+        want = loss(q, k, 2.0, ids, ids)
+        for strided in same.values():
+            assert torch.equal(loss(q, k, 2.0, strided, strided), want)
+        one, whole = torch.tensor([5]).expand(3), torch.full((3,), 5)
+        assert torch.equal(loss(q, k, 2.0, one, one), loss(q, k, 2.0, whole, whole))
+        flags = ids > 0
+        assert torch.equal(loss(q, k, 2.0, flags, flags), loss(q, k, 2.0, flags.int(), flags.int()))
+    column = partial(multiple_negatives_loss, q, k, 2.0, symmetric=True)
+    assert torch.equal(column(ids=table[:, 0]), column(ids=ids))
 
 
 @pytest.mark.ranks(3)

@@ -205,8 +205,9 @@ def agree(
         is_wrong = any(row.error or row[:3] != rows[0][:3] for row in rows)
         if not is_wrong:
             return received, rows, []
-        has = f"{shown}, {spec.same['options']}" if _differ(rows, labels, "options") else shown
-        return received, rows, exchange_texts(f"{problem or chr(10)}\n{has}", group, device)
+        more = [str(spec.same[x]) for x in ("options", "queue") if _differ(rows, labels, x)]
+        text = f"{problem or chr(10)}\n{', '.join([shown, *more])}"
+        return received, rows, exchange_texts(text, group, device)
 
     try:
         if expected is not None and expected.payload is not None and not is_changed:

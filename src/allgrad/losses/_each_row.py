@@ -30,7 +30,15 @@ from allgrad.losses._recompute import recomputed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Activation", "Chunk", "logsumexp", "row_losses", "terms_of", "weighted_sums"]
+__all__ = [
+    "Activation",
+    "Chunk",
+    "logsumexp",
+    "parts_of",
+    "row_losses",
+    "terms_of",
+    "weighted_sums",
+]
 
 Activation: TypeAlias = Literal["pairs", "softmax", "sigmoid"]
 T = TypeVar("T")
@@ -50,6 +58,17 @@ class Chunk(Generic[T]):
 
     def made(self) -> T:
         return self.make(*self.tensors)
+
+
+def parts_of(x: Tensor, sizes: int | Sequence[int]) -> Sequence[Tensor]:
+    """``x`` split along dim 0, and as it is if that is one part.
+
+    Backward of a split joins its parts, which autocast refuses for the other dtype of 16 bits
+    (test_backward_under_autocast_to_the_other_16_bits).
+    """
+    is_one = len(sizes) == 1 if not isinstance(sizes, int) else len(x) <= sizes
+    parts: Sequence[Tensor] = [x] if is_one else x.split(sizes)
+    return parts
 
 
 def terms_of(

@@ -129,7 +129,8 @@ class _Mean(torch.autograd.Function):
             found = computed_on(by_mean.device, _in_steps, ctx.how, saved, needed, by_mean)
             return None, anchor_gradient(ctx), *found
         sums, inputs, factors = kept
-        own, *others = _in_one_message(ctx.how, sums, inputs, factors, needed, by_mean)
+        given = ctx.how, sums, inputs, factors, needed, by_mean
+        own, *others = computed_on(by_mean.device, _in_one_message, *given)
         own = own[: len(saved[0])]  # without the row of the agreement
         return None, anchor_gradient(ctx), own, *others
 

@@ -74,7 +74,9 @@ class Packing:
             # take part in the second derivative (the kind "empty" of the tests).
             return sum((x for x in flat[1:] if x.is_floating_point()), start=flat[0])
         # As rows of a matrix: of several vectors the cut is behind the empty ones.
-        rows = [(x if x.is_floating_point() else x.view(self.dtype))[None] for x in flat]
+        rows = [
+            (x if x.is_floating_point() else x.contiguous().view(self.dtype))[None] for x in flat
+        ]
         return torch.cat(rows, 1)[0]
 
     def with_row(self, joined: Tensor) -> Tensor:

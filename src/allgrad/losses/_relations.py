@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from allgrad.losses._each_row import Chunk, row_losses, terms_of
+from allgrad.losses._each_row import Chunk, parts_of, row_losses, terms_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Queries:
     limit: Tensor | None = None  # a negative above it is a false one
 
     def chunks(self) -> list[Chunk[Queries]]:
-        features = self.features.split(TILE[0])
+        features = parts_of(self.features, TILE[0])
         parts = [_split(x, TILE[0], len(features)) for x in (self.ids, self.own, self.limit)]
         return [Chunk(Queries, tensors) for tensors in zip(features, *parts, strict=True)]
 
@@ -47,7 +47,7 @@ class Keys:
     first: int = 0  # the column of the first of them
 
     def chunks(self) -> list[Chunk[Keys]]:
-        features = self.features.split(TILE[1])
+        features = parts_of(self.features, TILE[1])
         parts = [_split(x, TILE[1], len(features)) for x in (self.ids, self.weights, self.filled)]
         made, first = [], self.first
         for tensors in zip(features, *parts, strict=True):
@@ -145,10 +145,7 @@ def score_rows(  # noqa: PLR0917
 
 
 def _split(x: Tensor | None, size: int, count: int) -> Sequence[Tensor | None]:
-    if x is None:
-        return [None] * count
-    found: tuple[Tensor, ...] = x.split(size)
-    return found
+    return [None] * count if x is None else parts_of(x, size)
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from numbers import Integral
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from allgrad._core.held_group import HoldsGroup
+from allgrad._wire.consistency import is_checking
 from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import InputError, ModeError, PieceMismatch
 from allgrad.losses._agreement import CallSpec, agree, no_values, require
@@ -34,6 +36,15 @@ class _Queued:
         places = torch.arange(len(self.features), device=self.features.device)
         return places >= len(self.features) - self.count
 
+    def spec(self) -> str:
+        """What must be the same on every rank: the size, and in checked mode what it holds."""
+        text = f"queue of {len(self.features)}"
+        if self.features.is_meta or not is_checking():
+            return text
+        text += f", {int(self.count)} filled"
+        held = [self.features] if self.ids is None else [self.features, self.ids]
+        return f"{text}, checksum {zlib.crc32(repr([*map(_checksum, held)]).encode()):08x}"
+
     def check_width(self, features: Tensor) -> None:
         """Raise if features do not fit the queue's keys."""
         width = self.features.shape[1]
@@ -43,6 +54,13 @@ class _Queued:
             f"the queue holds keys of width {width}, not {features.shape[-1]}.",
             "Give features of the queue's width, or make another queue.",
         )
+
+
+def _checksum(x: Tensor) -> int:
+    """Of the bytes, and in which row they are."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
+    rows = x.contiguous().view(whole).reshape(len(x), -1).sum(1, dtype=torch.int64)
+    return int((rows * torch.arange(1, len(x) + 1, device=x.device)).sum())
 
 
 def check_queue(queue: object, features: Tensor) -> None:
@@ -85,8 +103,11 @@ class KeyQueue(HoldsGroup, _Queued, nn.Module):
     It is filled and dropped in rank order, has no gradient, and is part of ``state_dict``. With
     ``ids=True`` each key has an id, so that a loss can tell which of them are not negatives.
 
-    Cost: ``push`` sends each rank's keys to all, after one small message. Every rank holds
-    ``capacity`` keys.
+    ``push`` raises if it is full on some ranks only; within ``checked()`` it raises, and so do the losses,
+    if the ranks hold different keys. After one rank alone loaded a checkpoint: ``module_state.sync(queue)``.
+
+    Cost: ``push`` sends each rank's keys to all, and then their ids, after one small message. Every rank
+    holds ``capacity`` keys.
     """
 
     def __init__(
@@ -110,6 +131,11 @@ class KeyQueue(HoldsGroup, _Queued, nn.Module):
         made = torch.zeros(capacity, dtype=torch.int64, device=device) if ids else None
         self.register_buffer("ids", made)
         self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=device))
+
+    def _state(self) -> str:
+        """``spec``, and whether it is full. Not the count, with which no push would be like the one before."""
+        is_full = not self.features.is_meta and int(self.count) == self.capacity
+        return f"{self.spec()}, {'full' if is_full else 'not full'}"
 
     def extra_repr(self) -> str:
         return f"{self.capacity}, {self.width}, ids={self.ids is not None}"
@@ -143,7 +169,11 @@ class KeyQueue(HoldsGroup, _Queued, nn.Module):
                 "Make it with ids=True and push ids with each key, or neither.",
             )
             device = self.features.device.type
-            same = {"capacity": self.capacity, "dtype": key.dtype, "device of the queue": device}
+            same = {
+                "queue": self._state(),
+                "dtype": key.dtype,
+                "device of the queue": device,
+            }
             return CallSpec(same, (len(key),))
 
         agreed = agree("KeyQueue.push", {"key": key, "ids": ids}, check, self.group)

@@ -13,7 +13,14 @@ from allgrad.errors import InputError, ModeError, PieceMismatch, TensorError
 from allgrad.losses._agreement import CallSpec, agree_and, no_values, require
 from allgrad.losses._below_transforms import below_transforms
 from allgrad.losses._computed_on import computed_on
-from allgrad.losses._each_row import MASKED, Chunk, row_losses, terms_of, weighted_sums
+from allgrad.losses._each_row import (
+    MASKED,
+    Chunk,
+    parts_of,
+    row_losses,
+    terms_of,
+    weighted_sums,
+)
 from allgrad.losses._feature_checks import (
     check_number,
     check_options,
@@ -55,7 +62,7 @@ class _Samples:
                 groups.append([])
             groups[-1].append(length)
         made, first = [], self.first
-        tokens = self.tokens.split([sum(group) for group in groups])
+        tokens = parts_of(self.tokens, [sum(group) for group in groups])
         for group, x in zip(groups, tokens, strict=True):
             made.append(Chunk(partial(_Samples, lengths=group, first=first), (x,)))
             first += len(group)

@@ -100,7 +100,7 @@ def multiple_negatives_loss(
                 ids=ids is not None,
                 weights=weights is not None,
             ),
-            "queue": None if queue is None else len(queue.features),
+            "queue": "no queue" if queue is None else queue.spec(),
             **compared_numbers({"scale": scale}, query),
         }
         return CallSpec(same, (len(query), hard))

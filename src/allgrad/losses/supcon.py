@@ -186,7 +186,7 @@ def _several_positives(  # noqa: PLR0917
                 query_weights=query_weights is not None,
                 key_weights=None if key_weights is None else key_weights.dtype,
             ),
-            "queue": None if queue is None else len(queue.features),
+            "queue": "no queue" if queue is None else queue.spec(),
             **compared_numbers(numbers, query),
         }
         return CallSpec(same, (len(query), len(key)))

@@ -26,7 +26,7 @@ from allgrad.errors import (
 )
 from allgrad.losses._agreement import CallSpec, agree, require, unreadable
 from allgrad.losses._below_transforms import in_vmap
-from allgrad.losses._each_row import logsumexp
+from allgrad.losses._each_row import logsumexp, parts_of
 from allgrad.losses._feature_checks import options_text, require_dense, require_device
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._rank_args import FLOATING
@@ -215,7 +215,7 @@ def _sums_of_own_words(
     size = max(1, CHUNK_BYTES // (len(weight) * wide.itemsize))
     found = [
         recomputed(of_chunk, at, x, weight, *more)
-        for x, at in zip(rows.split(size), own.split(size), strict=True)
+        for x, at in zip(parts_of(rows, size), parts_of(own, size), strict=True)
     ]
     return torch.cat(found, 1)
 
