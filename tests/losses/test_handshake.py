@@ -20,6 +20,7 @@ MISTAKES = {
     "both of other width": ((torch.ones(2, 5),) * 2 + (1.0,), PieceMismatch, "the same width"),
     "counts differ": ((GOOD, torch.ones(3, 4), 1.0), PieceMismatch, "2 and 3"),
     "nan": ((GOOD, GOOD, float("nan")), InputError, "scale is nan"),
+    "beyond all floats": ((GOOD, GOOD, 10**400), InputError, "scale is inf"),
     "infinite": ((GOOD, GOOD, torch.tensor(float("inf"))), InputError, "scale is inf"),
     "scale of two": ((GOOD, GOOD, torch.ones(2)), InputError, r"scale has shape \(2,\)"),
     "integer scale": ((GOOD, GOOD, torch.tensor(3)), InputError, "not a floating-point number"),

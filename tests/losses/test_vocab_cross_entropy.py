@@ -184,7 +184,7 @@ def test_bad_input_raises_on_every_rank(rank, world):
     other = targets.clone()
     other[0, 0] = (targets[0, 0] + 1) % 9
     wrong = {
-        "share of the vocabulary is empty": (hidden, weight[:0], targets, None, PieceMismatch),
+        "piece of the vocabulary is empty": (hidden, weight[:0], targets, None, PieceMismatch),
         "different numbers of rows": (hidden, weight, targets[:1], None, PieceMismatch),
         "other widths": (hidden, weight[:, :3], targets, None, PieceMismatch),
         "dtypes": (hidden, weight.float(), targets, None, PieceMismatch),

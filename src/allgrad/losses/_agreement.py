@@ -3,7 +3,8 @@
 Each rank checks its own arguments, then sends what the others must know: whether it found a
 mistake, digests of what must be the same on every rank, and its counts. Only if something is wrong
 do the ranks exchange texts too, so that all of them raise the same error with the same table. A call
-that is expected sends its row with the first gather instead (_expected_calls).
+that is expected sends its row with the first gather instead (_expected_calls). clip_loss, siglip_loss
+and info_nce_loss have a message of their own (_handshake).
 """
 
 from __future__ import annotations
@@ -169,8 +170,9 @@ def agree(
     """Exchange the counts of all ranks; raise on every rank if one of them made a mistake.
 
     ``check`` raises an ``InputError`` of two lines, the rule and what to do, if this rank's
-    arguments are wrong. ``arguments`` are shown in error messages. Whoever ``expects`` may get counts
-    that are only expected (``agree_and``). After these turned out wrong, the call ``is_changed``.
+    arguments are wrong. ``arguments`` are shown in error messages. With ``expects`` the counts may be those
+    of the expected call, not yet confirmed (``agree_and``). With ``is_changed`` they were wrong, and the
+    ranks exchange their rows now.
     """
     call = resolve(name, group)
     problem: AllgradError | None = None
@@ -234,7 +236,7 @@ def no_values(wanted: str) -> str:
 
 
 def unreadable(found: Exception) -> AllgradError:
-    """What the other ranks are told of an error that is none of ours."""
+    """The error of ours that stands for one of torch or Python."""
     text = f"{type(found).__name__}: {str(found).partition(chr(10))[0]}"
     if in_vmap() and isinstance(found, RuntimeError):
         return ModeError(

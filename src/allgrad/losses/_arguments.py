@@ -16,7 +16,7 @@ from allgrad.losses._computed_on import computed_on
 from allgrad.losses._config import LossConfig
 from allgrad.losses._config_cache import recall, remember, signature
 from allgrad.losses._engine import contrastive_loss
-from allgrad.losses._feature_checks import plain_number
+from allgrad.losses._feature_checks import number, plain_number
 from allgrad.losses._handshake import exchange_args
 from allgrad.losses._key_blocks import KeyLayout
 from allgrad.losses._modes import no_vmap
@@ -71,7 +71,8 @@ def global_loss(
             return found
     if functorch_active() and "Vmap" in transform_names():
         raise no_vmap(name)
-    numbers = {key: _as_tensor(x) for key, x in scalars.items()}
+    # Made anew in each call: a number of inference mode, or a fake one, is of no use to the next.
+    numbers = {key: number(x) for key, x in scalars.items()}
     given = [*features.values()]
     # The numbers of further keys are found out in each call.
     known = len(given) == 2 or given[2] is None
@@ -115,12 +116,6 @@ def global_loss(
     scale, *others = numbers.values()
     assert scale is not None
     return contrastive_loss(config, q, k, scale, others[0] if others else None)
-
-
-def _as_tensor(x: Tensor | float | None) -> Tensor | None:
-    # Float64, so that a Python float is not rounded before it multiplies float64 features. Made anew in
-    # each call: one of inference mode, or a fake one, is of no use to the next.
-    return torch.tensor(float(x), dtype=torch.float64, device="cpu") if isinstance(x, Real) else x  # type: ignore[return-value]
 
 
 def _grad_needs(features: list[Tensor | None], scalars: list[Tensor | None]) -> GradNeeds:

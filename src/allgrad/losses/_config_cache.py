@@ -49,7 +49,10 @@ def recall(key: tuple[object, ...] | None) -> LossConfig | None:
 
 
 def remember(key: tuple[object, ...] | None, config: LossConfig) -> None:
-    """Keep the config of a call whose arguments were good. One rank alone needs other gradients each time."""
+    """Keep the config of a call whose arguments were good.
+
+    Not of one rank alone, whose config depends on which of its inputs require grad.
+    """
     if key is None or config.layout.world == 1:
         return
     if any(isinstance(part, Tensor) for part in key):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Changed", "ExpectedCall", "History", "Payload", "history_of", "send_other_row"]
 
-SEEN = 2  # so often must a call have followed another to be expected
+EXPECTED_AFTER = 2  # times in a row that a call must have followed another
 _MOST = 16
 
 
@@ -80,7 +80,7 @@ class History:
     def expected(self) -> ExpectedCall | None:
         """The next call, if its message is known too."""
         found = self.after.get(self.last)
-        return found if found and found.seen >= SEEN and found.payload else None
+        return found if found and found.seen >= EXPECTED_AFTER and found.payload else None
 
     def came(self, call: ExpectedCall) -> None:
         """The call that was expected has been made."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ __all__ = [
     "require_device",
 ]
 
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)  # bool may be a mask
 
 
 def check_features(features: Mapping[str, Tensor | None], optional: Sequence[str] = ()) -> None:
@@ -115,8 +115,8 @@ def check_number(name: str, x: Tensor | float) -> None:
         good = _is_plain(x) and x.dtype in FLOATING and x.numel() == 1
         good = good and (in_vmap() or bool(x.isfinite().all()))
     else:
-        given: object = x  # also a number of NumPy, or what is none
-        good = isinstance(given, Real) and math.isfinite(given)
+        given = plain_number(x)  # also one of NumPy
+        good = isinstance(given, float) and math.isfinite(given)
     require(
         good,
         InputError,
@@ -153,10 +153,24 @@ def plain_number(x: object) -> object:
         return x
     try:
         return float(x) if isinstance(x, (Real, Tensor)) else x
-    except (RuntimeError, TypeError, ValueError):  # several numbers, or one that cannot be read
+    except (RuntimeError, TypeError, ValueError, OverflowError):  # several, unreadable, too large
         return x
 
 
-def number(x: Tensor | float) -> Tensor:
-    """Float64, so that a Python float is not rounded before it multiplies float64 features."""
-    return x if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64, device="cpu")
+@overload
+def number(x: Tensor | float) -> Tensor: ...
+@overload
+def number(x: Tensor | float | None) -> Tensor | None: ...
+def number(x: Tensor | float | None) -> Tensor | None:
+    """Float64, so that a Python float is not rounded before it multiplies float64 features.
+
+    What is no number stays as it is.
+    """
+    given: object = x
+    if not isinstance(given, Real):
+        return x  # type: ignore[return-value]
+    try:
+        value = float(given)
+    except OverflowError:  # an int beyond all floats
+        value = math.inf
+    return torch.tensor(value, dtype=torch.float64, device="cpu")

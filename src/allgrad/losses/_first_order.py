@@ -1,6 +1,6 @@
-"""The loss and its first derivatives: the choice among the ways to pass over the scores.
+"""The loss and its first derivatives: the choice of the pass over the scores.
 
-| scores of a rank | way |
+| scores of a rank | pass |
 |---|---|
 | of all ranks very few, CPU | every rank computes all of them, and its gradients (_whole_pass) |
 | softmax along rows or sigmoid, CPU | some rows at a time, and their gradients (_panel_pass) |

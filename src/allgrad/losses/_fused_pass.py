@@ -120,10 +120,11 @@ class FusedPass:
     def products(
         self, needed: Sequence[bool], by_loss: Tensor | None, kept: Tensor, sums: Sums
     ) -> tuple[Tensor, Tensor]:
-        """The gradients by queries and by keys, before they are multiplied by the last of numbers.
+        """Products and numbers.
 
-        The other numbers are the gradients by the scale and, for SIGMOID, the bias. ``kept`` is the
-        matrix of forward.
+        The products are the gradients by queries and by keys, before the factor ``numbers[-1]``. The
+        numbers before it are the gradients by the scale and, for SIGMOID, the bias. ``kept`` is the matrix
+        of forward.
         """
         config = self.config
         if config.kind is LossKind.SIGMOID:

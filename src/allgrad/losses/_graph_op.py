@@ -79,7 +79,7 @@ def trace(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
 
 
 def _described(value: Any) -> tuple[list[Tensor], str]:
-    """The tensors of an argument, and what it is made of them again.
+    """The tensors of an argument, and how to rebuild it from them.
 
     A number that changes from call to call is a symbol of TorchDynamo's, which has no text; as a
     constant of the graph it has one (test_another_python_number_is_another_graph).

@@ -1,7 +1,8 @@
 """The handshake before a loss: one small message that lets a mistake of one rank raise on every rank.
 
 Each rank sends a description of its arguments, receives all ranks', and checks them all against the
-same rules. So every rank raises the same error, with the same table.
+same rules. So every rank raises the same error, with the same table. It is that of clip_loss,
+siglip_loss and info_nce_loss; the other losses have _agreement.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-OVERLAPS_FROM = 2**18  # bytes; handing fewer to another thread takes longer than they travel
+OVERLAPS_FROM = 2**18  # bytes; for fewer, starting a thread takes longer than the transfer
 ONE_PRODUCT_UP_TO = 2**21  # elements; of more, a rank's block at a time, which takes less memory
 
 

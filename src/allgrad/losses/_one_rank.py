@@ -1,8 +1,8 @@
 """One rank alone with an everyday batch on a CUDA device: from the call to the kernels in few steps.
 
-Up to some thousand pairs a step takes as long as the host needs to launch it. So such a call is
-recognised by what it is given, and checked no further; every other call, a wrong one among them, goes
-the long way (_arguments), which gives the same results.
+Up to some thousand pairs a step takes as long as the host needs to launch it. So a call with plain,
+valid arguments skips the checks. Any other call, also a wrong one, takes the checked path (_arguments),
+which gives the same results.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from allgrad.losses._each_row import Chunk, parts_of, row_losses, terms_of
+from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,7 +102,9 @@ class Relation:
         highest = []
         for row in (chunk.made() for chunk in rows.chunks()):
             x = row.features
-            best = torch.full((len(x),), -torch.inf, device=x.device, dtype=_wide(x))
+            best = torch.full(
+                (len(x),), -torch.inf, device=x.device, dtype=accumulator_dtype(x.dtype)
+            )
             for keys in columns:
                 for column in (chunk.made() for chunk in keys.chunks()):
                     similarity = _similarity(x, column.features)
@@ -124,7 +127,7 @@ def score_rows(  # noqa: PLR0917
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Each query's loss among all keys, and whether it has a positive."""
-    wide = _wide(rows.features)
+    wide = accumulator_dtype(rows.features.dtype)
     shared = [x.to(rows.features.device, wide).reshape(()) for x in (scale, bias) if x is not None]
 
     def terms(row: Queries, column: Keys, *numbers: Tensor) -> Tensor:
@@ -148,11 +151,7 @@ def _split(x: Tensor | None, size: int, count: int) -> Sequence[Tensor | None]:
     return [None] * count if x is None else parts_of(x, size)
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _similarity(x: Tensor, y: Tensor) -> Tensor:
     """Products in float32 at least: rounded to 16 bits, they would cost digits of the gradients."""
-    wide = _wide(x)
+    wide = accumulator_dtype(x.dtype)
     return x.to(wide) @ y.to(wide).T

@@ -48,7 +48,8 @@ def clip_loss(
     Cost: each score is computed by one rank, once if the scores of a rank are few, otherwise once
     in forward and once in backward with only one tile of scores at a time. A step makes three
     collective calls: the texts; one number for each text from each rank, with the loss; the
-    gradients of the texts, with the ranks' weights of the loss.
+    gradients of the texts, with the ranks' weights of the loss. On CPUs every rank computes a small
+    batch whole, in two calls.
     """
     return global_loss(
         "clip_loss",

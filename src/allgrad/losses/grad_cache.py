@@ -15,6 +15,7 @@ from allgrad._wire.calls import resolve
 from allgrad._wire.consistency import refuse
 from allgrad.collectives.all_gather import gather_sizes
 from allgrad.errors import InputError, rank_table
+from allgrad.losses._feature_checks import number
 from allgrad.losses._late_gradients import LateGradients
 
 if TYPE_CHECKING:
@@ -195,10 +196,6 @@ def _check_loss(value: object, backward: object, group: GroupLike) -> None:
         _refuse(rule, "Return one number, or give a backward= that takes the tensor.", group)
 
 
-def _as_tensor(x: Real) -> Tensor:
-    return torch.tensor(float(x), dtype=torch.float64, device="cpu")
-
-
 class _Buffers:
     """The buffers of modules as they were."""
 
@@ -224,7 +221,7 @@ class _Output:
         values = returned.values() if isinstance(returned, dict) else returned
         listed = [values] if isinstance(values, Tensor) else list(values)
         # A number is a scalar without a gradient.
-        self.tensors: list[Tensor] = [_as_tensor(x) if isinstance(x, Real) else x for x in listed]
+        self.tensors: list[Tensor] = [number(x) for x in listed]
 
     def __str__(self) -> str:
         if self.names is not None:

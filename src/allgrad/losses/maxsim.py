@@ -33,6 +33,7 @@ from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._packed import Packing, Part
 from allgrad.losses._rank_args import FLOATING
 from allgrad.losses._same_numbers import compared_numbers
+from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -189,7 +190,7 @@ def _direction(
     rows: _Samples, columns: _Samples, scale: Tensor, *, queries_are_rows: bool
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row: a query among documents, or a document among queries."""
-    wide = torch.promote_types(rows.tokens.dtype, torch.float32)
+    wide = accumulator_dtype(rows.tokens.dtype)
     most = TILE if queries_are_rows else TILE[::-1]
 
     def terms(row: _Samples, column: _Samples, factor: Tensor) -> Tensor:
@@ -208,7 +209,7 @@ def _maxsim(queries: _Samples, documents: _Samples) -> Tensor:
     """The scores of a chunk of queries with a chunk of documents."""
     q, d = queries.tokens, documents.tokens
     place, real = documents.places()
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = accumulator_dtype(q.dtype)
     padded = d[place.flatten()] if len(d) else d.new_zeros(place.numel(), d.shape[1])
     # Rounded to 16 bits, products would tie where they do not.
     products = (q.to(wide) @ padded.to(wide).T).unflatten(1, tuple(place.shape))

@@ -40,7 +40,7 @@ def siglip_loss(
     and arguments: see ``clip_loss``.
 
     Cost: each score is computed once, by one rank. Where scores are not kept, forward computes the
-    gradient in the same pass, and backward only multiplies it. Three collective calls a step.
+    gradient in the same pass, and backward only multiplies it. Calls: see ``clip_loss``.
     """
     return global_loss(
         "siglip_loss",

@@ -31,6 +31,7 @@ from allgrad.losses._feature_checks import options_text, require_dense, require_
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._rank_args import FLOATING
 from allgrad.losses._recompute import recomputed
+from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +95,7 @@ def cross_entropy(
 
     It equals ``torch.nn.functional.cross_entropy`` of all words' logits. Every rank passes the same
     ``hidden`` (..., width) and the same ``targets`` (...), numbers of words in the joined vocabulary,
-    and its own ``weight`` (words, width), ``bias`` (words). Shares may differ, but none may be empty.
+    and its own ``weight`` (words, width), ``bias`` (words). Pieces may differ, but none may be empty.
 
     Gradient: every rank does the same work with the loss, so it counts once, as behind a
     ``RowParallelLinear``. ``hidden`` is one value that each rank uses in its own way: its gradient is
@@ -158,7 +159,7 @@ def cross_entropy(
             if nothing is None:  # the others end their wait after some seconds; if checked, now
                 ended_ranks.publish(problem)
                 consistency.refuse(resolve("cross_entropy", group), problem)
-            with suppress(AllgradError):  # what is wrong here tells more than that nothing fits
+            with suppress(AllgradError):  # this rank's own error says more than one of sizes
                 all_gather(nothing, sizes="equal", group=group, grad="same")
             raise problem from None
 
@@ -201,7 +202,7 @@ def _sums_of_own_words(
     rows: Tensor, weight: Tensor, bias: Tensor | None, own: Tensor, *, smoothed: bool
 ) -> Tensor:
     """For each row: logsumexp of the own logits, the target's logit or 0, the sum of own logits."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
+    wide = accumulator_dtype(rows.dtype)
     more = () if bias is None else (bias,)
 
     def of_chunk(at: Tensor, x: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
@@ -243,7 +244,7 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor
         isinstance(targets, Tensor) and targets.dtype in {torch.int64, torch.int32},
         TensorError,
         "targets are not a tensor of whole numbers.",
-        "Give the numbers of words as int64.",
+        "Give the indices of words as int64.",
     )
     tensors = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
     for name, given in tensors.items():
@@ -277,7 +278,7 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor
     require(
         len(weight),
         PieceMismatch,
-        "the share of the vocabulary is empty.",
+        "this rank's piece of the vocabulary is empty.",
         "Give each rank at least one word, or use a smaller group.",
     )
 
@@ -354,7 +355,7 @@ def _sums_of_a_mistake(
     # Nothing is sent of a meta tensor: on the device of the others of this rank.
     devices = [x.device for x in (*given, targets) if isinstance(x, Tensor)]
     device = next((one for one in devices if one.type != "meta"), devices[0])
-    wide = torch.promote_types(like.dtype, torch.float32)
+    wide = accumulator_dtype(like.dtype)
     shape = 1, numbers, rows.numel() + (device.type == "cpu")
     return torch.full(shape, torch.nan, dtype=wide, device=device)
 

@@ -1,7 +1,7 @@
-"""Dot products of float32 features by tensor cores, which multiply 8 bits, but for the last bits.
+"""Dot products of float32 features on tensor cores, exact but for the last bits.
 
-A number of 24 bits is the sum of three of 8, exactly. Of the nine products of parts, those that count are
-joined to one matrix product, the small ones first:
+Tensor cores multiply bfloat16, numbers of 8 bits. A number of 24 bits is the sum of three of them, exactly.
+Of the nine products of parts, those that count are joined to one matrix product, the small ones first:
 
     [ q3 q1 q2 q2 q1 q1 ] @ [ k1 k3 k2 k1 k2 k1 ].T
 

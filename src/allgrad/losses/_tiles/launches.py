@@ -51,7 +51,7 @@ class Launch:
         """Launch the kernel on a stream, which must be the current one of the current device."""
         if self._launcher is not None:
             run, function, metadata = self._launcher
-            nothing = None, None, None  # what hooks of Triton's are told, and these
+            nothing = None, None, None  # what hooks are told, the hook before, the hook after
             run(*self._grid, stream, function, metadata, *nothing, *args, *self._constants)
         elif self._runner is not None:
             self._runner(*args, *self._constants)
