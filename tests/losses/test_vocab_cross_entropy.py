@@ -337,3 +337,26 @@ def test_words_that_a_bias_rules_out(rank, world):
     close(own[0].grad, whole[0].grad, "hidden")
     for x, y in zip(own[1:], whole[1:], strict=True):
         close(x.grad, y.grad.split(3)[rank], "its words")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.ranks(3)
+def test_checked_mode_compares_hidden_but_for_rounding(rank, world, dtype):
+    hidden = random((2, 7, 5), 3).to(dtype)
+    weight, targets = random((2, 5), 10 + rank).to(dtype), torch.arange(14).view(2, 7) % 6
+    want = cross_entropy(hidden, weight, targets)
+    other = {
+        "dropout": hidden * (random(hidden.shape, 20 + rank) > 0).to(dtype),
+        "one row": torch.cat([hidden[:1], (-1) ** rank * hidden[1:]]),
+        "no number": hidden * (torch.nan if rank == 1 else 1),
+    }
+    with ag.checked():
+        eps = torch.finfo(dtype).eps
+        rounded = hidden * (1 + rank * eps)
+        got = cross_entropy(rounded, weight, targets)
+        torch.testing.assert_close(got, want, rtol=2 * eps, atol=0)
+        assert cross_entropy(hidden * torch.nan, weight, targets).isnan()
+        for x in other.values():
+            call = partial(cross_entropy, x, weight, targets)
+            raises_everywhere(InputError, call, "hidden must be the same on every rank", "<-")
+    assert cross_entropy(other["dropout"], weight, targets).isfinite()

@@ -1,7 +1,8 @@
-"""Checked mode: the ranks compare the values of scale and bias, as the loss uses them."""
+"""Checked mode: the ranks compare the values of scale and bias, and of a tensor that is one for all."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from allgrad._wire.calls import resolve
 from allgrad._wire.codec import Reader, Writer
 from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import InputError, rank_table
+from allgrad.losses._below_transforms import in_vmap
 from allgrad.losses._feature_checks import number
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 
     from allgrad.types import GroupLike
 
-__all__ = ["compared_numbers", "require_same_numbers"]
+__all__ = ["compared_numbers", "require_alike", "require_same_numbers"]
+
+_NEAR = 0.01  # of the norm; ranks may round differently
 
 
 def compared_numbers(
@@ -65,6 +69,36 @@ def require_same_numbers(
                 f"{name}: all ranks must {rule}.", shown, odd, f"Let every rank {rule}."
             )
             raise InputError(table)
+
+
+def require_alike(name: str, which: str, x: Tensor, group: GroupLike) -> None:
+    """In checked mode, raise on every rank if a tensor that is the same on all ranks is another on some.
+
+    One small message, with a projection of the tensor: a fixed vector for its rows, one for its columns.
+    """
+    if not consistency.is_checking() or x.is_meta or in_vmap() or not x.numel():
+        return
+    call = resolve(name, group)
+    if call.size == 1:
+        return
+    matrix = x.detach().reshape(-1, x.shape[-1])
+    signs = [torch.arange(1, n + 1, device=x.device).float().cos() for n in matrix.shape]
+    projected = (matrix @ signs[1].to(x.dtype)).double() @ signs[0].double()
+    own = torch.stack([projected, torch.linalg.vector_norm(matrix, dtype=torch.float64)])
+    found = all_gather(own[None], sizes="equal", group=group, grad="none").tolist()
+    usual, norm = sorted(found, key=lambda one: (math.isnan(one[0]), one))[len(found) // 2]
+    odd = {
+        r: f"other {which}" for r, (value, _) in enumerate(found) if not _near(value, usual, norm)
+    }
+    if odd:
+        shown = [f"{which} of norm {norm:.6g}, projected {value:.6g}" for value, norm in found]
+        rule = f"{name}: {which} must be the same on every rank."
+        advice = f"Give every rank the same {which}: the same input, weights and dropout."
+        raise InputError(rank_table(rule, shown, odd, advice))
+
+
+def _near(value: float, usual: float, norm: float) -> bool:
+    return math.isnan(value) if math.isnan(usual) else abs(value - usual) <= _NEAR * norm
 
 
 def _read(words: list[int], count: int, sender: int) -> list[str]:

@@ -31,6 +31,7 @@ from allgrad.losses._feature_checks import options_text, require_dense, require_
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._rank_args import FLOATING
 from allgrad.losses._recompute import recomputed
+from allgrad.losses._same_numbers import require_alike
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:
@@ -135,33 +136,17 @@ def cross_entropy(
         checksum, low, high = _summary(targets, ignore_index)
         return CallSpec({**same, "targets": checksum}, (len(weight), int(low < 0), high + 1))
 
-    digest = 0
+    digest = 0  # of what the ranks compare with the sums
     if sizes is None:
         agreed = agree("cross_entropy", arguments, check, group)
         rank, words = agreed.rank, agreed.column(0)
         low, high = -max(agreed.column(1)), max(agreed.column(2)) - 1
         _check_range(low, high, sum(words), ignore_index)
+        require_alike("cross_entropy", "hidden", hidden, group)
     else:
-        try:
-            same: list[object] = [check().same]
-            rank, words = _given_words(weight, sizes, group)
-            if targets.device.type == "cpu" and not in_vmap():  # on a device it would be a wait
-                checksum, low, high = _summary(targets, ignore_index)
-                _check_range(low, high, sum(words), ignore_index)
-                same.append(checksum)
-            digest = crc32(repr([*same, words]).encode()) % _DIGESTS
-        except Exception as error:  # noqa: BLE001  no rank may wait for this one
-            problem = error if isinstance(error, AllgradError) else unreadable(error)
-            if isinstance(problem, (InputError, ModeError)):
-                problem = type(problem)(_with_name(problem))
-            smoothed = isinstance(label_smoothing, (int, float)) and label_smoothing > 0
-            nothing = _sums_of_a_mistake(hidden, weight, targets, 3 if smoothed else 2)
-            if nothing is None:  # the others end their wait after some seconds; if checked, now
-                ended_ranks.publish(problem)
-                consistency.refuse(resolve("cross_entropy", group), problem)
-            with suppress(AllgradError):  # this rank's own error says more than one of sizes
-                all_gather(nothing, sizes="equal", group=group, grad="same")
-            raise problem from None
+        rank, words, digest = _checked_with_sizes(
+            check, hidden, weight, targets, ignore_index, label_smoothing, sizes, group
+        )
 
     flat = targets.reshape(-1)
     counted = flat != ignore_index
@@ -181,6 +166,40 @@ def cross_entropy(
     if reduction == "none":
         return losses.reshape(targets.shape)
     return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
+
+
+def _checked_with_sizes(  # noqa: PLR0917
+    check: Callable[[], CallSpec],
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    sizes: Sizes,
+    group: GroupLike,
+) -> tuple[int, tuple[int, ...], int]:
+    """The rank, the words by rank, and a digest of what all ranks must have; nothing is exchanged."""
+    try:
+        same: list[object] = [check().same]
+        rank, words = _given_words(weight, sizes, group)
+        if targets.device.type == "cpu" and not in_vmap():  # on a device it would be a wait
+            checksum, low, high = _summary(targets, ignore_index)
+            _check_range(low, high, sum(words), ignore_index)
+            same.append(checksum)
+        digest = crc32(repr([*same, words]).encode()) % _DIGESTS
+    except Exception as error:  # noqa: BLE001  no rank may wait for this one
+        problem = error if isinstance(error, AllgradError) else unreadable(error)
+        if isinstance(problem, (InputError, ModeError)):
+            problem = type(problem)(_with_name(problem))
+        smoothed = isinstance(label_smoothing, (int, float)) and label_smoothing > 0
+        nothing = _sums_of_a_mistake(hidden, weight, targets, 3 if smoothed else 2)
+        if nothing is None:  # the others end their wait after some seconds; if checked, now
+            ended_ranks.publish(problem)
+            consistency.refuse(resolve("cross_entropy", group), problem)
+        with suppress(AllgradError):  # this rank's own error says more than one of sizes
+            all_gather(nothing, sizes="equal", group=group, grad="same")
+        raise problem from None
+    return rank, words, digest
 
 
 class _Words(NamedTuple):
