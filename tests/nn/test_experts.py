@@ -147,6 +147,28 @@ def test_rows_travel_with_the_counts_where_those_of_all_ranks_are_few(rank, worl
         assert torch.equal(back, x)
 
 
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [(768, [40, 44, 44], None), (512, [80, 90, 86], None)],  # more experts than before
+        [(6, [1, 0, 3], 100), (6, [0, 0, 2], None), (6, [0, 0, 2], None)],  # fewer
+    ],
+    ids=["more", "fewer"],
+)
+@pytest.mark.ranks(3)
+def test_layers_whose_messages_take_equal_memory(rank, world, layers):
+    """Of both layers, messages are received into as many bytes, where rows begin at one place."""
+    for at, (width, experts, capacity) in enumerate(layers):
+        x = random((8, width), 10 * at + rank).float().requires_grad_()
+        routing = (torch.arange(8) + rank) % sum(experts)
+        sent = dispatch(x, routing, experts=experts, capacity=capacity)
+        back = combine(sent.tokens, sent)
+        assert (sent.dropped, back.shape) == (0, x.shape)
+        assert torch.equal(back, x)
+        (back * (rank + 2)).sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, rank + 2))
+
+
 @pytest.mark.ranks(2)
 def test_forward_mode_and_func(rank, world):
     x, t = random((4, WIDTH), rank), random((4, WIDTH), 9 + rank)

@@ -65,7 +65,7 @@ class _Memory(NamedTuple):
 
 
 # Kept by group, for the heads and widths met so far: rows are taken out before the next exchange.
-_KEPT: weakref.WeakKeyDictionary[Group, dict[tuple[int, int], _Memory]] = (
+_KEPT: weakref.WeakKeyDictionary[Group, dict[tuple[int, int, int], _Memory]] = (
     weakref.WeakKeyDictionary()
 )
 _MOST_KEPT = 4
@@ -75,7 +75,9 @@ def _memory(call: Call, length: int, before: int, by_rank: int) -> _Memory:
     kept = _KEPT.get(call.group)
     if kept is None:
         kept = _KEPT[call.group] = {}
-    found = kept.get((before, by_rank))
+    # Heads of several lengths may end at one place (test_layers_whose_messages_take_equal_memory).
+    key = length, before, by_rank
+    found = kept.get(key)
     if found is None:
         if len(kept) >= _MOST_KEPT:
             kept.clear()
@@ -83,7 +85,7 @@ def _memory(call: Call, length: int, before: int, by_rank: int) -> _Memory:
         with torch.inference_mode(False):
             flat = torch.empty((call.size, by_rank), dtype=torch.uint8, device="cpu")
             heads = flat.numpy()[:, before : before + length]
-            found = kept[before, by_rank] = _Memory(flat, flat[:, before:].unbind(), heads)
+            found = kept[key] = _Memory(flat, flat[:, before:].unbind(), heads)
     return found
 
 
