@@ -1,13 +1,15 @@
 """Linear layers and embeddings split among ranks: the plain layer, and back."""
 
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import allgrad as ag
-from allgrad.errors import InputError, SizesError, TensorError
+from allgrad.errors import InputError, RankRaised, SizesError, TensorError
 from allgrad.nn import ColumnParallelLinear, HaloConv2d, RowParallelLinear, VocabParallelEmbedding
 from counting import Counted
 from exactness import leaf, loss, place, random
@@ -263,6 +265,48 @@ def test_features_that_do_not_divide(rank, world):
         (lambda: VocabParallelEmbedding(7, 4), "num_embeddings=7"),
     ):
         raises_everywhere(SizesError, make, name, "3 ranks", "ragged=True")
+
+
+def in_pieces(group):
+    """Layers in pieces of six features or words, and what each takes from every rank."""
+    one, two = nn.Linear(4, 6), nn.Linear(6, 4)
+    column, row = ColumnParallelLinear.from_plain, RowParallelLinear.from_plain
+    return [
+        (column(one, group=group), torch.ones(2, 4)),
+        (column(one, gather_output=True, group=group), torch.ones(2, 4)),
+        (row(two, group=group), torch.ones(2, 6)),
+        (row(two, split_input=True, group=group), torch.ones(2, 6)),
+        (VocabParallelEmbedding.from_plain(nn.Embedding(6, 4), group=group), torch.arange(6)),
+    ]
+
+
+@pytest.mark.ranks(3)
+def test_layer_made_in_a_group_of_another_size(rank, world):
+    """Made before init_process_group it has one piece, which the ranks would add up."""
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    for before, after, sizes in ((alone, None, "sizes=(6,)"), (None, alone, "sizes=(2, 2, 2)")):
+        now = f"rank {rank} of 3" if after is None else "rank 0 of 1"
+        for layer, x in in_pieces(before):
+            layer.group = after
+            parts = type(layer).__name__, sizes, now, "after init_process_group"
+            raises_everywhere(SizesError, partial(layer, x), *parts)
+            with torch.no_grad():
+                raises_everywhere(SizesError, partial(layer, x), *parts)
+            with ag.checked():
+                raises_everywhere(SizesError, partial(layer, x), *parts)
+
+
+@pytest.mark.ranks(3)
+def test_piece_of_another_rank(rank, world):
+    """As when every rank loads the layer that one rank saved."""
+    plain = nn.Linear(7, 4)
+    layer = RowParallelLinear.from_plain(plain, ragged=True)
+    x = torch.ones(2, 7)
+    if rank == 1:
+        layer.weight = nn.Parameter(plain.weight[:, :3].detach().clone())
+    wanted, words = (SizesError, "a piece of 3 .* rank 1 of 3") if rank == 1 else (RankRaised, "1")
+    with ag.checked(), pytest.raises(wanted, match=words):
+        layer(x.split(layer.sizes, 1)[rank])
 
 
 @pytest.mark.ranks(3)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from allgrad._wire import consistency
+from allgrad._wire.groups import find_group
 from allgrad._wire.primitives import resolve
 from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import InputError, ModeError, SizesError, TensorError
@@ -26,6 +27,7 @@ __all__ = [
     "gather_numbers",
     "refuse",
     "require_layer",
+    "require_own_piece",
     "require_tensors",
 ]
 
@@ -66,6 +68,26 @@ def require_layer(ours: type[nn.Module], layer: object, plain: type[nn.Module]) 
             f"{ours.__name__}.from_plain: takes an nn.{plain.__name__}, not {type(layer).__name__}.\n"
             "Give the layer that it takes the place of."
         )
+
+
+def require_own_piece(
+    call: str, group: GroupLike, sizes: Sequence[int], held: int, *, sends: bool = True
+) -> None:
+    """Raise unless a layer of these sizes, whose own piece has the length ``held``, is this rank's.
+
+    ``sends`` tells whether the other ranks come to a collective of this layer.
+    """
+    found = find_group(call, group)
+    if len(sizes) == found.size and sizes[found.rank] == held:
+        return
+    problem = SizesError(
+        f"{call}: sizes={tuple(sizes)} and a piece of {held} do not fit rank {found.rank} of "
+        f"{found.size}.\nMake the layer on every rank of its group, after init_process_group, or take "
+        "it from the plain layer again."
+    )
+    if not sends:
+        raise problem
+    refuse(call, group, problem)
 
 
 def gather_numbers(

@@ -12,7 +12,14 @@ from allgrad._core.held_group import HoldsGroup
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.errors import InputError, TensorError
-from allgrad.nn._ranks import feature_sizes, find_place, refuse, require_layer, require_tensors
+from allgrad.nn._ranks import (
+    feature_sizes,
+    find_place,
+    refuse,
+    require_layer,
+    require_own_piece,
+    require_tensors,
+)
 
 if TYPE_CHECKING:
     from allgrad.types import GroupLike, Sizes
@@ -127,6 +134,7 @@ class VocabParallelEmbedding(HoldsGroup, nn.Module):
 
         ``sizes`` are each rank's tokens along ``sequence_dim``; as even as possible unless given.
         """
+        require_own_piece("VocabParallelEmbedding", self.group, self.sizes, self.weight.shape[0])
         require_tensors("VocabParallelEmbedding", self.group, ids=ids)
         vectors = self._own_vectors(ids)
         if self.sequence_dim is None:

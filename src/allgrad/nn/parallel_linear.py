@@ -12,7 +12,7 @@ from allgrad._core.held_group import HoldsGroup
 from allgrad.collectives.all_gather import all_gather, reduce_scatter, split
 from allgrad.collectives.all_reduce import all_reduce, share
 from allgrad.errors import TensorError
-from allgrad.nn._ranks import feature_sizes, find_place, refuse, require_layer
+from allgrad.nn._ranks import feature_sizes, find_place, refuse, require_layer, require_own_piece
 
 if TYPE_CHECKING:
     from typing import Self
@@ -85,17 +85,19 @@ class _ParallelLinear(HoldsGroup, nn.Module):
             self.bias.copy_(bias)
 
     def _check(self, x: Tensor, features: int, *, sends: bool) -> None:
-        """Raise unless the last dim of ``x`` has so many features, of the weight's dtype.
+        """Raise unless the weight is this rank's, and the last dim of ``x`` has so many features, of
+        its dtype.
 
         ``sends`` tells whether the other ranks come to a collective of this layer.
         """
+        name, held = type(self).__name__, self.weight.shape[self.split_dim]
+        require_own_piece(name, self.group, self.sizes, held, sends=sends)
         dtype, shown = self.weight.dtype, type(x).__name__
         if isinstance(x, Tensor):
             cast = x.is_floating_point() and torch.is_autocast_enabled(x.device.type)
             if x.dim() and x.shape[-1] == features and (x.dtype == dtype or cast):
                 return
             shown = f"{tuple(x.shape)} {x.dtype}"
-        name = type(self).__name__
         problem = TensorError(
             f"{name}: x is {shown} on this rank, not (..., {features}) {dtype}.\n"
             f"Give {features} features in the last dim, in the dtype of the weight."
