@@ -10,7 +10,14 @@ from torch import nn
 
 import allgrad as ag
 from allgrad.errors import InputError, RankRaised, SizesError, TensorError
-from allgrad.nn import ColumnParallelLinear, HaloConv2d, RowParallelLinear, VocabParallelEmbedding
+from allgrad.nn import (
+    ColumnParallelLinear,
+    HaloConv1d,
+    HaloConv2d,
+    HaloConv3d,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from counting import Counted
 from exactness import leaf, loss, place, random
 from nn.twins import LENGTHS, close, derivatives, each, pieces_of
@@ -143,6 +150,25 @@ def test_to_plain_is_the_way_back(rank, world):
         for key, value in plain.state_dict().items():
             assert torch.equal(back.state_dict()[key], value), key
             assert back.get_parameter(key).requires_grad
+
+
+@pytest.mark.parametrize("frozen", [{"weight"}, {"bias"}, {"weight", "bias"}])
+@pytest.mark.ranks(3)
+def test_frozen_parameters_stay_frozen(rank, world, frozen):
+    def trained(layer):
+        return {name for name, p in layer.named_parameters() if p.requires_grad}
+
+    for kind, plain in (
+        (ColumnParallelLinear, nn.Linear(4, 7)),
+        (RowParallelLinear, nn.Linear(7, 4)),
+        (VocabParallelEmbedding, nn.Embedding(7, 4)),
+    ):
+        for name, parameter in plain.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        ours = kind.from_plain(plain, ragged=True)
+        assert trained(ours) == trained(plain)
+        ours.reset_parameters()
+        assert trained(ours) == trained(ours.to_plain()) == trained(plain)
 
 
 @pytest.mark.ranks(2)
@@ -339,3 +365,65 @@ def test_ids_that_are_not_whole_numbers():
 def test_layer_of_another_kind(ours, wanted):
     with pytest.raises(InputError, match=rf"{ours.__name__}.*takes an nn.{wanted}, not Conv1d"):
         ours.from_plain(nn.Conv1d(2, 2, 3))
+
+
+KINDS = {
+    ColumnParallelLinear: (nn.Linear, nn.LazyLinear, (4, 6)),
+    RowParallelLinear: (nn.Linear, nn.LazyLinear, (4, 6)),
+    VocabParallelEmbedding: (nn.Embedding, None, (4, 6)),
+    HaloConv1d: (nn.Conv1d, nn.LazyConv1d, (4, 6, 1)),
+    HaloConv2d: (nn.Conv2d, nn.LazyConv2d, (4, 6, 1)),
+    HaloConv3d: (nn.Conv3d, nn.LazyConv3d, (4, 6, 1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # old weight_norm is deprecated
+@pytest.mark.parametrize("ours", KINDS)
+def test_layer_that_does_more_than_a_plain_one(ours):
+    plain, lazy, sizes = KINDS[ours]
+
+    class Doubled(plain):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    named = f"{ours.__name__}.from_plain: a "
+    with pytest.raises(InputError, match=f"{named}Doubled has a forward of its own"):
+        ours.from_plain(Doubled(*sizes))
+    for norm in (
+        *(nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm),
+        *(nn.utils.weight_norm, nn.utils.spectral_norm),
+    ):
+        with pytest.raises(InputError, match=f"{named}.*parameters that are computed"):
+            ours.from_plain(norm(plain(*sizes)))
+    if lazy is not None:
+        with pytest.raises(InputError, match=f"{named}{lazy.__name__} does not know its features"):
+            ours.from_plain(lazy(*sizes[1:]))
+
+
+def test_convolution_that_changes_what_forward_calls():
+    class Rounded(nn.Conv1d):
+        def _conv_forward(self, x, weight, bias):
+            return super()._conv_forward(x, weight.round(), bias)
+
+    with pytest.raises(InputError, match="a Rounded has a forward of its own"):
+        HaloConv1d.from_plain(Rounded(2, 2, 1))
+
+
+@pytest.mark.parametrize("ours", KINDS)
+def test_layer_that_adds_nothing_to_forward(ours):
+    plain, lazy, sizes = KINDS[ours]
+
+    class Named(plain):
+        """Only drawn in another way."""
+
+        def reset_parameters(self):
+            nn.init.constant_(self.weight, 3.0)
+
+    made = ours.from_plain(Named(*sizes))
+    assert made.weight.unique().tolist() == [3.0]
+    if lazy is not None:
+        known = lazy(*sizes[1:])
+        known(torch.ones(1, 4, *getattr(known, "kernel_size", ())))
+        assert torch.equal(ours.from_plain(known).weight, known.weight)
+    if isinstance(made, plain):
+        assert ours.from_plain(made).weight is made.weight

@@ -66,6 +66,7 @@ __all__ = [
     "dual_level",
     "flatten_dense",
     "foreach_copy_",
+    "forwards_of",
     "functional_collectives",
     "functorch_active",
     "graph_task",
@@ -378,3 +379,12 @@ def lengths_differ(a: int, b: int) -> bool:
         return True
     torch._check(a == b)
     return False
+
+
+# ---- layers ----------------------------------------------------------------------------------
+def forwards_of(layer: type[torch.nn.Module]) -> tuple[object, object]:
+    """What a layer computes its output with: of a convolution also the method that its forward calls.
+
+    Without it: a convolution that has another such method is taken for a plain one.
+    """
+    return layer.forward, getattr(layer, "_conv_forward", None)

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.modules.lazy import LazyModuleMixin
 
+from allgrad._core.torch_internals import forwards_of
 from allgrad._wire import consistency
 from allgrad._wire.groups import find_group
 from allgrad._wire.primitives import resolve
@@ -62,12 +64,32 @@ def require_tensors(call: str, group: GroupLike, **arguments: object) -> None:
 
 
 def require_layer(ours: type[nn.Module], layer: object, plain: type[nn.Module]) -> None:
-    """Raise unless ``ours`` can be made from this layer."""
+    """Raise unless ``ours`` can be made from this layer, which does what ``plain`` does and no more."""
+    call, given = f"{ours.__name__}.from_plain", type(layer).__name__
     if not isinstance(layer, plain):
         raise InputError(
-            f"{ours.__name__}.from_plain: takes an nn.{plain.__name__}, not {type(layer).__name__}.\n"
+            f"{call}: takes an nn.{plain.__name__}, not {given}.\n"
             "Give the layer that it takes the place of."
         )
+    if isinstance(layer, LazyModuleMixin):
+        raise InputError(
+            f"{call}: a {given} does not know its features yet.\n"
+            "Run a batch through it before the call."
+        )
+    own_forward = forwards_of(type(layer)) not in {forwards_of(plain), forwards_of(ours)}
+    if own_forward or _has_computed_parameters(layer):
+        raise InputError(
+            f"{call}: a {given} has a forward of its own, or parameters that are computed, "
+            f"which a {ours.__name__} would leave out.\n"
+            f"Replace it by an nn.{plain.__name__} and what it adds to one."
+        )
+
+
+def _has_computed_parameters(layer: nn.Module) -> bool:
+    """Tell whether weight or bias is made of other parameters, as by weight_norm, new and old."""
+    held = dict(layer.named_parameters(recurse=False))
+    names = [name for name in ("weight", "bias") if getattr(layer, name, None) is not None]
+    return any(name not in held for name in names)
 
 
 def require_own_piece(

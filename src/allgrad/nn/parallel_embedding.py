@@ -106,7 +106,8 @@ class VocabParallelEmbedding(HoldsGroup, nn.Module):
         return made
 
     def _take(self, plain: nn.Embedding, rank: int) -> None:
-        self.weight = nn.Parameter(plain.weight.detach().split(self.sizes)[rank].clone())
+        piece = plain.weight.detach().split(self.sizes)[rank].clone()
+        self.weight = nn.Parameter(piece, plain.weight.requires_grad)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -126,7 +127,8 @@ class VocabParallelEmbedding(HoldsGroup, nn.Module):
         made = nn.Embedding(
             self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta"
         )
-        made.weight = nn.Parameter(all_gather(self.weight, sizes=self.sizes, group=self.group))
+        weight = all_gather(self.weight, sizes=self.sizes, group=self.group)
+        made.weight = nn.Parameter(weight, self.weight.requires_grad)
         return made
 
     def forward(self, ids: Tensor, *, sizes: Sizes = None) -> Tensor:

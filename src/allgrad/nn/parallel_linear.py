@@ -63,8 +63,10 @@ class _ParallelLinear(HoldsGroup, nn.Module):
     def _take(self, plain: nn.Linear, rank: int) -> None:
         # Pieces of memory of their own: a view would keep the whole layer alive.
         weight, bias = self._pieces(plain, rank)
-        self.weight = nn.Parameter(weight.clone())
-        self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+        self.weight = nn.Parameter(weight.clone(), plain.weight.requires_grad)
+        self.bias = None
+        if bias is not None:
+            self.bias = nn.Parameter(bias.detach().clone(), plain.bias.requires_grad)
 
     def _pieces(self, plain: nn.Linear, rank: int) -> tuple[Tensor, Tensor | None]:
         weight = plain.weight.detach().split(self.sizes, self.split_dim)[rank]
@@ -116,12 +118,12 @@ class _ParallelLinear(HoldsGroup, nn.Module):
         """Give every rank the plain layer, gathered from all pieces."""
         weight = all_gather(self.weight, self.split_dim, sizes=self.sizes, group=self.group)
         made = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        made.weight = nn.Parameter(weight)
+        made.weight = nn.Parameter(weight, self.weight.requires_grad)
         if self.bias is not None:
             bias = self.bias.detach().clone()
             if not self.split_dim:
                 bias = all_gather(bias, sizes=self.sizes, group=self.group)
-            made.bias = nn.Parameter(bias)
+            made.bias = nn.Parameter(bias, self.bias.requires_grad)
         return made
 
 
