@@ -1,5 +1,6 @@
 """Halos and convolutions: padding and convolution of the joined tensor."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -105,6 +106,38 @@ def test_bad_arguments(rank, world):
     raises_everywhere(SizesError, lambda: halo_exchange(x, 0, 1, 1, sizes=[3, 3]), "sizes=[3, 3]")
     odd = torch.zeros(3, 4) if rank == 1 else x
     raises_everywhere(PieceMismatch, lambda: halo_exchange(odd, 0, 1, 1), "(3, 4)", "<- differs")
+
+
+@pytest.mark.ranks(3)
+def test_arguments_that_are_no_whole_numbers(rank, world):
+    x, held = torch.zeros(3, 2), [3] * world
+    for wrong in (True, 1.0, 1.5, None, "1", 2**70):
+        seen = wrong if rank == 1 else "?"  # numbers alone travel
+        for at, name in enumerate(("dim", "before", "after")):
+            arguments = [1, 1, 1]
+            if rank == 1:
+                arguments[at] = wrong
+            mark = "<- no whole number" if at else "<- no dim from -2 to 1"
+            raises_everywhere(
+                InputError, lambda a=arguments: halo_exchange(x, *a), f"{name}={seen}", mark
+            )
+        raises_everywhere(InputError, lambda w=wrong: halo_exchange(x, 0, w, 1), f"before={wrong}")
+        raises_everywhere(
+            InputError, lambda w=wrong: halo_exchange(x, 0, 1, w, sizes=held), f"after={wrong}"
+        )
+
+
+@pytest.mark.ranks(3)
+def test_numbers_of_numpy(rank, world):
+    x = random((3, 2), rank)
+    wanted = halo_exchange(x, 0, 1, 2)
+    one = np.int64(1) if rank == 1 else 1
+    for sizes in (None, [3] * world):
+        got = halo_exchange(x, np.int32(0), one, np.int16(2), np.bool_(False), sizes=sizes)
+        assert got.shape == (6, 2)
+        assert torch.equal(got, wanted)
+        wrapped = halo_exchange(x, 0, one, np.uint8(2), np.bool_(True), sizes=sizes)
+        assert torch.equal(wrapped, halo_exchange(x, 0, 1, 2, True))
 
 
 def convolve(group, kind, dims, dim, options):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
@@ -56,9 +57,9 @@ def halo_exchange(
     """
     require_tensors("halo_exchange", group, x=x)
     place = find_place("halo_exchange", group)
-    halo = _Halo(before, after, wrap)
+    halo = _Halo(before, after, bool(wrap))
     sizes = lengths_along("halo_exchange", x, dim, sizes, group, halo=halo)
-    dim %= x.dim()
+    before, after, dim = _whole(before), _whole(after), _whole(dim) % x.dim()
     ahead, behind = _neighbours(sizes, wrap)
     given = [max(before * (r in behind), after * (r in ahead)) for r in range(place.world)]
     short = {r: f"gives {n}" for r, n in enumerate(given) if sizes[r] < n}
@@ -108,6 +109,17 @@ def _neighbours(sizes: Sequence[int], wrap: bool) -> tuple[dict[int, int], dict[
     return {after: before for before, after in behind.items()}, behind
 
 
+_NOT_WHOLE = -(2**63)  # what a rank tells of an argument that is no whole number
+
+
+def _whole(number: object) -> int:
+    """The number as an int, or ``_NOT_WHOLE``: of True and of 1.0 too, as in torch."""
+    if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
+        return _NOT_WHOLE
+    found = number if isinstance(number, int) else int(number)
+    return found if abs(found) < 2**63 else _NOT_WHOLE
+
+
 class _Halo(NamedTuple):
     """What a rank asks for."""
 
@@ -130,16 +142,28 @@ class _Facts(NamedTuple):
         return cls(row[0], row[1], halo, tuple(row[5 : 5 + row[0]]))
 
     def row(self) -> list[int]:
-        return [self.dims, self.dim, *map(int, self.halo), *self.shape, *[0] * 16][:21]
+        return [
+            self.dims,
+            *map(_whole, self.numbers()),
+            int(self.halo.wrap),
+            *self.shape,
+            *[0] * 16,
+        ][:21]
+
+    def numbers(self) -> tuple[int, int, int]:
+        return self.dim, self.halo.before, self.halo.after
 
     def __str__(self) -> str:
-        before, after, wrap = self.halo
-        return f"{self.shape}, dim={self.dim}, before={before}, after={after}, wrap={wrap}"
+        dim, before, after = ("?" if n == _NOT_WHOLE else n for n in self.numbers())
+        return f"{self.shape}, dim={dim}, before={before}, after={after}, wrap={self.halo.wrap}"
 
     def problem(self) -> str | None:
-        if not -self.dims <= self.dim < self.dims:
+        dim, before, after = map(_whole, self.numbers())
+        if not -self.dims <= dim < self.dims:
             return f"no dim from {-self.dims} to {self.dims - 1}"
-        return "shorter than nothing" if min(self.halo[:2]) < 0 else None
+        if _NOT_WHOLE in {before, after}:
+            return "no whole number"
+        return "shorter than nothing" if min(before, after) < 0 else None
 
     def alike(self) -> tuple[object, ...]:
         """What must be the same on every rank."""
@@ -167,10 +191,11 @@ def lengths_along(
     by_rank = [own] * place.world
     if sizes is None:
         by_rank = [_Facts.of_row(row) for row in gather_numbers(call, own.row(), x, group)]
+        by_rank[place.rank] = own  # with what is no whole number, which the others do not see
     problems = [facts.problem() for facts in by_rank]
     marks = {rank: problem for rank, problem in enumerate(problems) if problem is not None}
     if marks:
-        rule = f"{call}: dim is one of the tensor's, and a halo has a length from 0 up."
+        rule = f"{call}: dim is one of the tensor's, and a halo is a whole number from 0 up."
         shown = [str(facts) for facts in by_rank]
         wrong = InputError(rank_table(rule, shown, marks, "Correct the arguments of these ranks."))
         if sizes is None:  # every rank has seen it
