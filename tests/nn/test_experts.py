@@ -255,11 +255,13 @@ def test_expert_that_nobody_has(rank, world):
 def test_routing_that_does_not_fit(rank, world):
     x = torch.zeros(2, WIDTH)
     good = torch.zeros(2, dtype=torch.int64)
-    for wrong in (good[:1], good.float(), good.view(1, 2), good.view(2, 1, 1)):
+    for wrong in (good[:1], good.float(), good.bool(), good.view(1, 2), good.view(2, 1, 1)):
         routing = wrong if rank == 2 else good
         raises_everywhere(
             TensorError, lambda r=routing: dispatch(x, r, experts=3), "dispatch", "<- do not fit"
         )
+    mask = torch.eye(3, dtype=torch.bool)[:2]  # of tokens and experts, on every rank
+    raises_everywhere(TensorError, lambda: dispatch(x, mask, experts=3), "Give routing as int64")
 
 
 @pytest.mark.ranks(3)

@@ -59,8 +59,7 @@ def choices_in_order(x: Tensor, routing: Tensor, number: int) -> Found:
     There is no choice where the arguments do not fit.
     """
     good = x.dim() == 2 and routing.dim() in {1, 2} and routing.shape[0] == x.shape[0]
-    whole = not routing.is_floating_point() and not routing.is_complex()
-    if good and whole:
+    if good and _has_whole_numbers(routing):
         chosen = routing if routing.dim() == 1 else routing.reshape(-1)
     else:
         chosen = routing.new_zeros(0, dtype=torch.int64)
@@ -120,8 +119,7 @@ class _Facts(NamedTuple):
     def of(cls, x: Tensor, routing: Tensor, options: Options, span: tuple[int, int]) -> _Facts:
         dims, (rows, width) = x.dim(), _two(x)
         alike = width, *options.row(), _DTYPES.get(x.dtype, -1)
-        whole = not (routing.is_floating_point() or routing.is_complex())
-        about = dims, rows, routing.dim(), *_two(routing), int(whole)
+        about = dims, rows, routing.dim(), *_two(routing), int(_has_whole_numbers(routing))
         found = cls._make([1, *alike, *span, *about])
         known = found.low >= -1 and found.high < sum(options.held)
         return found if known and found.is_fitting() else found._replace(fits=0)
@@ -229,6 +227,12 @@ def _require_fitting(facts: Sequence[_Facts], number: int) -> None:
 
 def _dtype(code: int) -> str:
     return str(DTYPES[code]).removeprefix("torch.") if 0 <= code < len(DTYPES) else "other"
+
+
+def _has_whole_numbers(routing: Tensor) -> bool:
+    """A mask is refused: read as numbers, it would choose experts 0 and 1."""
+    is_mask = routing.dtype == torch.bool
+    return not (is_mask or routing.is_floating_point() or routing.is_complex())
 
 
 def _two(x: Tensor) -> tuple[int, int]:
