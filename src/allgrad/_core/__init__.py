@@ -1,4 +1,4 @@
 """Plain facts: sizes by rank, reductions, the queue of calls, private names of torch.
 
-No communication. Imports only ``errors``.
+No communication. Imports ``errors``.
 """

@@ -1,4 +1,5 @@
 """The command ``allgrad``: demo, bench, doctor, parity and report.
 
-Imports everything below; needs ``allgrad[cli,testing]``.
+Imports ``report``, ``testing``, ``losses``, ``collectives``, ``_wire``, ``_core`` and ``errors``; needs
+what ``allgrad[cli,testing]`` brings.
 """

@@ -1,4 +1,4 @@
 """One file for each adjoint pair of collectives, and what they share.
 
-Imports ``_autograd``, ``_wire``, ``_core``, ``containers`` and ``errors``.
+Imports ``types``, ``_autograd``, ``_wire``, ``_core``, ``containers`` and ``errors``.
 """

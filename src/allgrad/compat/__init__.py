@@ -1,4 +1,5 @@
 """Functions of other libraries under their own names and signatures, made of ours.
 
-Imports everything below: ``collectives``, ``devices``, ``module_state``.
+Imports ``module_state``, ``devices``, ``collectives``, ``types``, ``_wire``, ``_core``, ``containers`` and
+``errors``.
 """

@@ -1,6 +1,6 @@
 """Nests of tensors: flatten, map, rebuild; the arguments of a call.
 
-No communication. Imports only ``errors``.
+No communication. Imports ``errors``.
 """
 
 from allgrad.containers.call_arguments import (

@@ -1,7 +1,7 @@
 """Other libraries' gathers replaced by ours: one module for each library, and what they share.
 
-Imports ``collectives``, ``containers``, ``losses`` and ``errors``. A library is imported by its own
-module here and by nothing else.
+Imports ``losses``, ``collectives``, ``types``, ``_wire``, ``_core``, ``containers`` and ``errors``. A library
+is imported by its own module here and by nothing else.
 """
 
 from allgrad.integrations._joined_loss import JoinedLoss

@@ -1,6 +1,6 @@
 """Losses over the samples, or the vocabulary, of all ranks: exact, ragged, never the whole score matrix.
 
-Imports ``collectives``, ``_wire``, ``_core``, ``types`` and ``errors``.
+Imports ``collectives``, ``types``, ``_autograd``, ``_wire``, ``_core`` and ``errors``.
 """
 
 from allgrad.losses.clip import ClipLoss, clip_loss

@@ -1,6 +1,6 @@
 """Layers made of collectives: each gives what the plain layer gives in one process.
 
-Imports ``collectives``, ``_wire`` and ``errors``.
+Imports ``collectives``, ``types``, ``_autograd``, ``_wire``, ``_core`` and ``errors``.
 """
 
 from allgrad.nn.experts import Dispatched, combine, dispatch

@@ -1,4 +1,4 @@
 """A recording becomes text, a page and a trace: load, clocks, matching, findings, then what shows them.
 
-Imports errors and _wire; text needs rich, which ``allgrad[cli]`` brings.
+Imports ``_wire`` and ``errors``; text needs rich, which ``allgrad[cli]`` brings.
 """

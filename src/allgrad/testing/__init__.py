@@ -1,6 +1,6 @@
 """Run code on real ranks, and check its gradients.
 
-Imports ``_wire`` (to start worlds) and ``errors``; needs ``allgrad[testing]``.
+Imports ``nn``, ``_wire`` (to start worlds), ``containers`` and ``errors``; needs ``allgrad[testing]``.
 """
 
 from allgrad.testing.checks import (
