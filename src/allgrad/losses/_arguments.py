@@ -12,6 +12,7 @@ from allgrad._core.torch_internals import functorch_active, transform_names
 from allgrad._wire.calls import resolve
 from allgrad._wire.consistency import refuse
 from allgrad.errors import InputError
+from allgrad.losses._alone_on_cuda import loss_of_one_rank
 from allgrad.losses._computed_on import computed_on
 from allgrad.losses._config import LossConfig
 from allgrad.losses._config_cache import recall, remember, signature
@@ -20,7 +21,6 @@ from allgrad.losses._feature_checks import number, plain_number
 from allgrad.losses._handshake import exchange_args
 from allgrad.losses._key_blocks import KeyLayout
 from allgrad.losses._modes import no_vmap
-from allgrad.losses._one_rank import loss_of_one_rank
 from allgrad.losses._rank_args import GradNeeds
 from allgrad.losses._same_numbers import require_same_numbers
 

@@ -42,7 +42,7 @@ from allgrad._wire.groups import find_group
 from allgrad.errors import ModeError
 from allgrad.losses._computed_on import computed_on
 from allgrad.losses._first_order import Inputs, Kept, first_gradients, loss_value
-from allgrad.losses._modes import first_order, loss_in_transform, refuse_batches
+from allgrad.losses._modes import differentiable_gradients, loss_in_transform, refuse_batches
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class _ContrastiveLoss(torch.autograd.Function):
         x, kept = Inputs(*saved[:4]), Kept.unflatten(saved[4:])
         if torch.is_grad_enabled():  # create_graph=True
             with contextlib.nullcontext() if ctx.chain is None else ctx.chain.recording():
-                return None, None, *first_order(ctx.config, (kept, needed), x, by_loss)
+                return None, None, *differentiable_gradients(ctx.config, (kept, needed), x, by_loss)
         found = computed_on(by_loss.device, first_gradients, ctx.config, x, by_loss, kept, needed)
         return None, anchor_gradient(ctx), *found
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from allgrad.losses._config import LossConfig
     from allgrad.losses._tiles.one_rank import Products
 
-__all__ = ["Inputs", "Kept", "first_gradients", "keeps_scores", "loss_value", "one_rank"]
+__all__ = ["Inputs", "Kept", "first_gradients", "keeps_scores", "loss_value", "one_rank_kernels"]
 
 
 class Inputs(NamedTuple):
@@ -66,7 +66,7 @@ class Kept(NamedTuple):
     @staticmethod
     def unflatten(tensors: Sequence[Tensor | None]) -> Kept:
         if len(tensors) == 3:
-            return Kept(products=one_rank().Products(*tensors))
+            return Kept(products=one_rank_kernels().Products(*tensors))
         joined, row_lse, column_lse, pair_weights, *others = tensors
         if pair_weights is None:
             return Kept(joined, None, tuple(others[4:]), tuple(others[:4]))
@@ -77,7 +77,7 @@ _NONE = (None,) * 4
 
 
 @cache
-def one_rank() -> Any:
+def one_rank_kernels() -> Any:
     """Imported when it is needed: Triton takes a while."""
     from allgrad.losses._tiles import one_rank
 
@@ -124,7 +124,7 @@ def first_gradients(
     """The gradients by queries, keys, scale and bias of all ranks' weights times the loss."""
     dtype = x.q.dtype
     if kept.products is not None:
-        return one_rank().gradients(config.kind, *x, by_loss, kept.products)  # type: ignore[no-any-return]
+        return one_rank_kernels().gradients(config.kind, *x, by_loss, kept.products)  # type: ignore[no-any-return]
     weight = by_loss if config.sums_loss_weights else None
     if kept.prepared is not None:
         if weight is not None:
@@ -153,7 +153,7 @@ def first_gradients(
 
 
 def _alone(config: LossConfig, x: Inputs, needed: Sequence[bool]) -> tuple[Tensor, Kept]:
-    loss, products = one_rank().loss_and_products(
+    loss, products = one_rank_kernels().loss_and_products(
         config.kind,
         *x,
         smoothing=config.smoothing,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Gradients: TypeAlias = tuple[Tensor | None, ...]
 
-__all__ = ["first_order", "loss_in_transform", "no_vmap", "refuse_batches"]
+__all__ = ["differentiable_gradients", "loss_in_transform", "no_vmap", "refuse_batches"]
 
 _ALL = (True,) * 4
 
@@ -42,7 +42,7 @@ def loss_in_transform(config: LossConfig, x: Inputs) -> Tensor:
     return loss
 
 
-def first_order(
+def differentiable_gradients(
     config: LossConfig, forward: tuple[Kept, Any] | None, x: Inputs, by_loss: Tensor
 ) -> Gradients:
     """The gradients by all inputs, which can be differentiated once more.
@@ -98,7 +98,11 @@ class _Loss(_Mode):
     @staticmethod
     def backward(ctx: Any, by_loss: Tensor) -> Gradients:
         refuse_batches(ctx.config.name, by_loss)
-        return None, None, *first_order(ctx.config, None, Inputs(*ctx.saved_tensors), by_loss)
+        return (
+            None,
+            None,
+            *differentiable_gradients(ctx.config, None, Inputs(*ctx.saved_tensors), by_loss),
+        )
 
     @staticmethod
     def jvp(ctx: Any, _config: None, _anchor: Any, *tangents: Tensor | None) -> Tensor:

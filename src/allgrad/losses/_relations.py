@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from allgrad.losses._each_row import Chunk, parts_of, row_losses, terms_of
+from allgrad.losses._row_losses import Chunk, parts_of, row_losses, terms_of
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from allgrad.losses._each_row import Activation
+    from allgrad.losses._row_losses import Activation
 
 __all__ = ["Keys", "Queries", "Relation", "score_rows", "tensors_of"]
 

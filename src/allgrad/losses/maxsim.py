@@ -13,14 +13,6 @@ from allgrad.errors import InputError, ModeError, PieceMismatch, TensorError
 from allgrad.losses._agreement import CallSpec, agree_and, no_values, require
 from allgrad.losses._below_transforms import below_transforms
 from allgrad.losses._computed_on import computed_on
-from allgrad.losses._each_row import (
-    MASKED,
-    Chunk,
-    parts_of,
-    row_losses,
-    terms_of,
-    weighted_sums,
-)
 from allgrad.losses._feature_checks import (
     check_number,
     check_options,
@@ -32,6 +24,14 @@ from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._packed import Packing, Part
 from allgrad.losses._rank_args import FLOATING
+from allgrad.losses._row_losses import (
+    MASKED,
+    Chunk,
+    parts_of,
+    row_losses,
+    terms_of,
+    weighted_sums,
+)
 from allgrad.losses._same_numbers import compared_numbers
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 

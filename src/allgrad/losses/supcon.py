@@ -9,7 +9,6 @@ import torch
 
 from allgrad.errors import InputError, PieceMismatch
 from allgrad.losses._agreement import CallSpec, agree_and, require
-from allgrad.losses._each_row import weighted_sums
 from allgrad.losses._feature_checks import (
     check_features,
     check_number,
@@ -24,6 +23,7 @@ from allgrad.losses._global_mean import GlobalMean
 from allgrad.losses._in_graphs import in_graphs
 from allgrad.losses._packed import Packing, Part
 from allgrad.losses._relations import Keys, Queries, Relation, score_rows, tensors_of
+from allgrad.losses._row_losses import weighted_sums
 from allgrad.losses._same_numbers import compared_numbers
 from allgrad.losses.key_queue import check_queue, queued_keys
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from allgrad.losses._agreement import Agreement
     from allgrad.losses._arguments import GradReduction
-    from allgrad.losses._each_row import Activation
+    from allgrad.losses._row_losses import Activation
     from allgrad.losses.key_queue import KeyQueue
     from allgrad.types import GroupLike
 

@@ -233,7 +233,7 @@ def _sigmoid_weights(  # noqa: PLR0917
     return numbers
 
 
-class Gradients(NamedTuple):
+class GradientsPlan(NamedTuple):
     """The kernel that multiplies products of one size, and what it is given beside addresses."""
 
     launch: Launch
@@ -251,14 +251,16 @@ def gradients_plan(  # noqa: PLR0917
     device: torch.device,
     *,
     has_bias: bool,
-) -> Gradients:
+) -> GradientsPlan:
     del device
     programs = _cdiv(query_elements, _BLOCK) + _cdiv(key_elements, _BLOCK)
     dtypes = *(_F32,) * 5, dtype, dtype, _F32, _F32
     constants = has_bias, store_scale(dtype), _BLOCK
     launch = Launch(kernels.gradients, (max(programs, 1), 1, 1), dtypes, constants)
     count = 1 if kind is LossKind.SIGMOID else parts
-    return Gradients(launch, (query_elements, key_elements, count, 1 / (kind.directions * rows)))
+    return GradientsPlan(
+        launch, (query_elements, key_elements, count, 1 / (kind.directions * rows))
+    )
 
 
 def gradients(  # noqa: PLR0917

@@ -17,10 +17,10 @@ from allgrad._autograd.transforms import is_plain_autograd
 from allgrad._wire.groups import find_group
 from allgrad.losses._computed_on import computed_on
 from allgrad.losses._config import LossConfig
-from allgrad.losses._first_order import Inputs, Kept, one_rank
+from allgrad.losses._first_order import Inputs, Kept, one_rank_kernels
 from allgrad.losses._fused_pass import FUSED_DTYPES, kept_scores
 from allgrad.losses._key_blocks import KeyLayout
-from allgrad.losses._modes import first_order, refuse_batches
+from allgrad.losses._modes import differentiable_gradients, refuse_batches
 from allgrad.losses._tiles.torch import has_triton
 
 if TYPE_CHECKING:
@@ -148,9 +148,11 @@ class _LossOfOneRank(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             needed = ctx.needs_input_grad[1:]
             x = Inputs(q, k, scale, bias)
-            found = first_order(_config(ctx, q, k), (Kept(products=products), needed), x, by_loss)
+            found = differentiable_gradients(
+                _config(ctx, q, k), (Kept(products=products), needed), x, by_loss
+            )
         else:
-            found = one_rank().gradients(ctx.call[2], q, k, scale, bias, by_loss, products)
+            found = one_rank_kernels().gradients(ctx.call[2], q, k, scale, bias, by_loss, products)
         if lease is not None:
             lease.release()
         return None, *found
@@ -161,7 +163,7 @@ def _launched(
 ) -> tuple[Tensor, Products]:
     _, needs_query, needs_key, *_ = ctx.needs_input_grad
     with torch.no_grad():
-        found: tuple[Tensor, Products] = one_rank().loss_and_products(
+        found: tuple[Tensor, Products] = one_rank_kernels().loss_and_products(
             ctx.call[2],
             q,
             k,
