@@ -13,9 +13,14 @@ from allgrad.collectives.all_reduce import all_reduce
 from allgrad.errors import AllgradError, PieceMismatch
 from allgrad.losses import (
     KeyQueue,
+    _packed,
+    _whole_pass,
+    clip_loss,
+    info_nce_loss,
     maxsim_loss,
     multiple_negatives_loss,
     reference,
+    siglip_loss,
     sigmoid_supcon_loss,
     supcon_loss,
 )
@@ -27,6 +32,17 @@ from losses.test_supcon import check
 from refusals import raises_everywhere
 
 SCALE = torch.tensor(6.0, dtype=torch.float64)
+PAIRED = {
+    "clip": clip_loss,
+    "siglip": lambda q, k, scale: siglip_loss(q, k, scale, -scale),
+    "info_nce": info_nce_loss,
+    "hard negatives": lambda q, k, scale: info_nce_loss(q, k, scale, k[:1].detach()),
+}
+FORMULAS = {
+    "clip": reference.clip,
+    "siglip": lambda q, k, scale: reference.siglip(q, k, scale, -scale),
+    "info_nce": reference.info_nce,
+}
 LOSSES = {
     "supcon": lambda q, k, ids: supcon_loss(q, k, SCALE, ids, ids),
     "sigmoid": lambda q, k, ids: sigmoid_supcon_loss(q, k, SCALE, ids, ids),
@@ -57,6 +73,88 @@ def test_a_step_of_a_loop_makes_three_calls(rank, world):
             assert made[3:] == [3, 3], (name, kind, made)
     with torch.no_grad():
         assert messages(lambda: loss(*given)) == 2
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.ranks(3)
+def test_a_step_of_clip_and_its_like_makes_a_call_less_in_a_loop(rank, world, small, monkeypatch):
+    """Keys and the row; sums; gradients of keys with the weights. The scale is another one in each step."""
+    if not small:
+        monkeypatch.setattr(_whole_pass, "SMALL_UP_TO", 0)
+    for kind in ("equal", "ragged"):
+        for name, loss in PAIRED.items():
+            query, key, _ = inputs(COUNTS[kind][rank], rank)
+            scales = [torch.tensor(2.0 + step / 8, requires_grad=True) for step in range(5)]
+            made = [messages(lambda: loss(query, key, x).backward()) for x in scales]  # noqa: B023
+            least = 2 if small and name != "hard negatives" else 3
+            assert made[1:] == [least + 1, least + 1, least, least], (name, kind, made)
+    with torch.no_grad():
+        found = [messages(lambda: loss(query, key, 2.0)) for _ in range(5)]
+    assert found[1:] == [3, 3, 2, 2], found
+
+
+@pytest.mark.ranks(3)
+def test_large_messages_and_rings_compare_arguments_apart(rank, world, monkeypatch):
+    monkeypatch.setattr(_whole_pass, "SMALL_UP_TO", 0)
+    query, key, _ = inputs(3, rank)
+    for limit, ring in ((0, False), (2**20, True)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(_packed.ROW_BESIDE, "cpu", limit)
+            made = [messages(clip_loss(query, key, 3.0, ring=ring).backward) for _ in range(5)]
+            calls = [messages(lambda: clip_loss(query, key, 3.0, ring=ring)) for _ in range(5)]  # noqa: B023
+        assert len({*made}) == 1
+        assert len({*calls}) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.ranks(3)
+def test_one_rank_changes_its_pairs(rank, world, small, dtype, monkeypatch):
+    """Expected calls that come and that do not: value and gradients of the joined batch."""
+    if not small:
+        monkeypatch.setattr(_whole_pass, "SMALL_UP_TO", 0)
+    near = 1e-12 if dtype == torch.float64 else 1e-2
+    for name, formula in FORMULAS.items():
+        for step, rows in enumerate((2, 2, 2, 2, 3, 2, 0, 2, 2, 2, 2)):
+            counts = (2, rows, 1)
+            pieces = [[x.to(dtype) for x in features(counts, seed + step)] for seed in (10, 50)]
+            whole = [leaf(torch.cat(x).double()) for x in pieces]
+            scale = torch.tensor(2.0 + step / 8, dtype=torch.float64)
+            want = formula(*whole, scale)
+            want.backward()
+            own = [leaf(x[rank]) for x in pieces]
+            got = PAIRED[name](*own, scale)
+            assert abs(got.double() - want) <= near / 10 * want
+            got.backward()
+            for x, y in zip(own, whole, strict=True):
+                mine = 3 * y.grad.split(counts)[rank]
+                assert (x.grad.double() - mine).norm() <= near * y.grad.norm()
+
+
+@pytest.mark.ranks(3)
+def test_mistakes_in_a_loop_of_pairs_raise_on_every_rank(rank, world):
+    """In turns with losses whose rows have another length."""
+    query, key, ids = inputs(2, rank)
+    good = partial(clip_loss, query, key, 3.0)
+    others = partial(supcon_loss, query, key, 3.0, ids, ids)
+    want = good()
+    wrong = {
+        "same number of rows": partial(clip_loss, query[:1], key, 3.0),
+        "scale is nan": partial(clip_loss, query, key, float("nan")),
+        "another loss": partial(siglip_loss, query, key, 3.0),
+        "other options": partial(clip_loss, query, key, 3.0, label_smoothing=0.1),
+        "the same dtype": partial(clip_loss, query.float(), key.float(), 3.0),
+    }
+    for text, call in wrong.items():
+        for _ in range(4):
+            good()
+        assert messages(good) == 1  # a small batch: queries and keys, and the row
+        raises_everywhere(AllgradError, call if rank == 2 else good, text, "rank 2: ", "<-")
+        torch.testing.assert_close(good(), want)
+        with ag.checked(), ag.deadline(60):
+            assert messages(good) >= 2
+    made = [[messages(call) for call in (good, others)] for _ in range(5)]
+    assert made[-1] == [1, 2], made
 
 
 @pytest.mark.ranks(3)

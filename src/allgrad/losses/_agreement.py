@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from allgrad.errors import (
     rank_table,
 )
 from allgrad.losses._below_transforms import below_transforms, in_vmap
-from allgrad.losses._expected_calls import Changed, history_of, send_other_row
+from allgrad.losses._expected_calls import Changed, as_expected, history_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,11 +46,15 @@ __all__ = [
     "CallSpec",
     "agree",
     "agree_and",
+    "computed",
     "exchange_texts",
+    "may_be_expected",
     "no_values",
     "require",
     "unreadable",
 ]
+
+T = TypeVar("T")
 
 _ERRORS: tuple[type[AllgradError] | None, ...] = (
     *(None, InputError, TensorError),
@@ -78,6 +83,11 @@ class Agreement:
     row: Tensor | None = None  # of this rank, to be sent with the first gather
     history: History | None = None
     is_confirmed: bool = False  # the first gather has come: every rank makes this call
+
+    @staticmethod
+    def expected(rank: int, words: list[int], call: ExpectedCall, history: History) -> Agreement:
+        row = torch.tensor(words, dtype=torch.int64, device="cpu")
+        return Agreement(rank, call.counts, call, row, history)
 
     def confirm(self, received: Tensor | None) -> None:
         """Raise ``Changed`` unless the rows of all ranks, joined, are those that were expected."""
@@ -124,6 +134,20 @@ def require(condition: object, error: type[InputError], rule: str, advice: str) 
         raise error(f"{rule}\n{advice}")
 
 
+def computed(name: str, agreed: Agreement, group: GroupLike, compute: Callable[[], T]) -> T:
+    """``compute``, which raises ``Changed`` if a rank turns out to call something else."""
+    try:
+        return compute()
+    except (Changed, InputError):
+        raise
+    except BaseException:
+        # Once the gather has come, all ranks remember the same call, also where one of them alone fails
+        # after its last message (test_a_rank_that_fails_alone_expects_what_the_others_do).
+        if not agreed.is_confirmed:
+            history_of(resolve(name, group).group).forget()
+        raise
+
+
 def agree_and(
     name: str,
     arguments: Mapping[str, object],
@@ -135,27 +159,12 @@ def agree_and(
 
     It gathers the row of the agreement, where there is one, and confirms it before anything else.
     """
+    agreed = agree(name, arguments, check, group, expects=True)
     try:
-        return _computed(name, agree(name, arguments, check, group, expects=True), group, compute)
+        return computed(name, agreed, group, partial(compute, agreed))
     except Changed:
         agreed = agree(name, arguments, check, group, is_changed=True)
-    return _computed(name, agreed, group, compute)
-
-
-def _computed(
-    name: str, agreed: Agreement, group: GroupLike, compute: Callable[[Agreement], Tensor]
-) -> Tensor:
-    history = history_of(resolve(name, group).group)
-    try:
-        return compute(agreed)
-    except (Changed, InputError):
-        raise
-    except BaseException:
-        # Once the gather has come, all ranks remember the same call, also where one of them alone fails
-        # after its last message (test_a_rank_that_fails_alone_expects_what_the_others_do).
-        if not agreed.is_confirmed:
-            history.forget()
-        raise
+    return computed(name, agreed, group, partial(compute, agreed))
 
 
 def agree(
@@ -196,9 +205,6 @@ def agree(
     words, labels = own.encode(), list(same)
     device = call.group.message_device(device)  # the same kind on a rank that passed no tensor
     history = history_of(call.group)
-    # In checked mode the ranks compare each call: there are no two ways of making one.
-    is_plain = is_plain_autograd() and not in_lockstep() and not are_described()
-    expected = history.expected() if is_plain else None
 
     def exchange() -> tuple[list[list[int]], list[_Row], list[list[str]]]:
         row = torch.tensor([words], dtype=torch.int64, device=device)
@@ -212,11 +218,10 @@ def agree(
         return received, rows, exchange_texts(text, group, device)
 
     try:
-        if expected is not None and expected.payload is not None and not is_changed:
-            row = torch.tensor(words, dtype=torch.int64, device="cpu")
-            if expects and words == expected.row(call.rank).tolist():
-                return Agreement(call.rank, expected.counts, expected, row, history)
-            send_other_row(row, expected.payload, call.rank, group)
+        if not is_changed and may_be_expected():
+            expected = as_expected(history, words, call.rank, group, expects=expects)
+            if expected is not None:
+                return Agreement.expected(call.rank, words, expected, history)
         received, rows, texts = below_transforms(exchange)
     except BaseException:
         history.forget()
@@ -225,6 +230,14 @@ def agree(
         raise _error(name, rows, texts, labels)
     counts = tuple(row.counts for row in rows)
     return Agreement(call.rank, counts, history.add(received, counts))
+
+
+def may_be_expected() -> bool:
+    """Whether a call here may have no message of its own.
+
+    In checked mode the ranks compare each call: there are no two ways of making one.
+    """
+    return is_plain_autograd() and not in_lockstep() and not are_described()
 
 
 def no_values(wanted: str) -> str:

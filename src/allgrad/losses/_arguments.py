@@ -12,11 +12,13 @@ from allgrad._core.torch_internals import functorch_active, transform_names
 from allgrad._wire.calls import resolve
 from allgrad._wire.consistency import refuse
 from allgrad.errors import InputError
+from allgrad.losses._agreement import computed
 from allgrad.losses._alone_on_cuda import loss_of_one_rank
 from allgrad.losses._computed_on import computed_on
 from allgrad.losses._config import LossConfig
 from allgrad.losses._config_cache import recall, remember, signature
 from allgrad.losses._engine import contrastive_loss
+from allgrad.losses._expected_calls import Changed
 from allgrad.losses._feature_checks import number, plain_number
 from allgrad.losses._handshake import exchange_args
 from allgrad.losses._key_blocks import KeyLayout
@@ -25,7 +27,7 @@ from allgrad.losses._rank_args import GradNeeds
 from allgrad.losses._same_numbers import require_same_numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from allgrad.losses._kind import LossKind
     from allgrad.types import GroupLike, Sizes
@@ -78,8 +80,8 @@ def global_loss(
     known = len(given) == 2 or given[2] is None
     options = smoothing, grad_reduction, type(ring), ring, budget
     key = signature(name, group, sizes, (*given, *numbers.values()), *options) if known else None
-    config = recall(key)
-    if config is None:
+
+    def exchanged(*, is_changed: bool) -> LossConfig:
         batch = exchange_args(
             name,
             features,
@@ -89,12 +91,13 @@ def global_loss(
             needs=_grad_needs(given, [*numbers.values()]),
             sizes=sizes,
             group=group,
+            is_changed=is_changed,
         )
         try:
             _check_options(name, smoothing, grad_reduction, ring, budget)
         except InputError as error:
             refuse(resolve(name, group), error)
-        config = LossConfig(
+        return LossConfig(
             name,
             kind,
             KeyLayout(batch.rank, batch.keys, group),
@@ -105,17 +108,34 @@ def global_loss(
             needs_grad=GradNeeds.ANY in batch.needs,
             ring=ring,
             budget=budget,
+            agreed=batch.agreed,
         )
+
+    config = recall(key)
+    if config is None:
+        config = exchanged(is_changed=False)
         remember(key, config)
-    q, *keys = (x for x in given if x is not None)
+    try:
+        return _loss_of(config, given, numbers)
+    except Changed:
+        return _loss_of(exchanged(is_changed=True), given, numbers)
+
+
+def _loss_of(
+    config: LossConfig, features: Sequence[Tensor | None], numbers: Mapping[str, Tensor | None]
+) -> Tensor:
+    name, group = config.name, config.layout.group
+    q, k, *others = (x for x in features if x is not None)
     require_same_numbers(name, numbers, q, group)
-    k = keys[0]
-    if len(keys) > 1:
-        flat = [x.flatten(0, -2) for x in keys]
+    if others:
+        flat = [x.flatten(0, -2) for x in (k, *others)]
         k = computed_on(q.device, torch.cat, flat)
-    scale, *others = numbers.values()
+    scale, *biases = numbers.values()
     assert scale is not None
-    return contrastive_loss(config, q, k, scale, others[0] if others else None)
+    inputs = q, k, scale, biases[0] if biases else None
+    if config.agreed is None:
+        return contrastive_loss(config, *inputs)
+    return computed(name, config.agreed, group, lambda: contrastive_loss(config, *inputs))
 
 
 def _grad_needs(features: list[Tensor | None], scalars: list[Tensor | None]) -> GradNeeds:

@@ -10,6 +10,7 @@ from allgrad.losses._tiles.torch import Weights
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from allgrad.losses._agreement import Agreement
     from allgrad.losses._key_blocks import KeyBlock, KeyLayout
     from allgrad.losses._kind import LossKind
 
@@ -30,6 +31,7 @@ class LossConfig:
     needs_grad: bool = True  # of any input, on any rank
     ring: bool | None = None
     budget: int = 0
+    agreed: Agreement | None = None  # whose row travels with the first gather
 
     @property
     def smoothing(self) -> float:

@@ -103,14 +103,15 @@ class _ContrastiveLoss(torch.autograd.Function):
     ) -> Tensor:
         ctx.config, ctx.chain = config, current_chain()
         ctx.call = wire.resolve(config.name, config.layout.group)
-        if ctx.call.size > 1:
-            call_order.register(ctx, ctx.call, q)
         try:
             loss, kept = loss_value(config, Inputs(q, k, scale, bias), ctx.needs_input_grad[2:])
         except RuntimeError as error:
             if _SELECTIVE in str(error):
                 raise _saved_in_place(config.name) from error
             raise
+        # Not before the first gather: what a rank expected may not come, and be called anew.
+        if ctx.call.size > 1:
+            call_order.register(ctx, ctx.call, q)
         ctx.save_for_backward(q, k, scale, bias, *kept.flatten())
         return loss
 

@@ -6,7 +6,7 @@ expected: its row travels with the first gather instead, of the sizes that are e
 
     rank 0   row as expected    [ keys | row ]               all as expected: the loss
     rank 1   row as expected    [ keys | row ]     --->
-    rank 2   another row        [ zeros | row ]              one is not: the ranks compare anew
+    rank 2   another row        [ zeros | zeros ]            one is not: the ranks compare anew
 
 Every rank receives every row, so all ranks come to one decision, and expect the same of the next call.
 """
@@ -24,12 +24,10 @@ import torch
 from allgrad.collectives.all_gather import all_gather
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from allgrad._wire.groups import Group
     from allgrad.types import GroupLike
 
-__all__ = ["Changed", "ExpectedCall", "History", "Payload", "history_of", "send_other_row"]
+__all__ = ["Changed", "ExpectedCall", "History", "Payload", "as_expected", "history_of"]
 
 EXPECTED_AFTER = 2  # times in a row that a call must have followed another
 _MOST = 16
@@ -114,9 +112,22 @@ def history_of(group: Group) -> History:
     return found
 
 
-def send_other_row(row: Tensor, expected: Payload, rank: int, group: GroupLike) -> None:
-    """Take part in the gather that the others expect, so that they learn of this row."""
-    sizes = expected.with_row(len(row))
-    message = torch.zeros(sizes[rank], dtype=expected.dtype, device=expected.device)
-    message[expected.sizes[rank] :] = row.to(expected.device).view(expected.dtype)
-    all_gather(message, sizes=sizes, group=group, grad="none")
+def as_expected(
+    history: History, words: list[int], rank: int, group: GroupLike, *, expects: bool = True
+) -> ExpectedCall | None:
+    """The call that is expected next, if this rank's row is that of it.
+
+    If another call is expected, or this one cannot travel with its first gather (``expects``), this rank
+    takes part in the gather that the others expect, with a row of zeros, so that they learn of it.
+    """
+    expected = history.expected()
+    if expected is None:
+        return None
+    row = expected.row(rank)
+    if expects and words == row.tolist():
+        return expected
+    assert expected.payload is not None
+    sizes = expected.payload.with_row(len(row))
+    nothing = torch.zeros(sizes[rank], dtype=expected.payload.dtype, device=expected.payload.device)
+    all_gather(nothing, sizes=sizes, group=group, grad="none")
+    return None

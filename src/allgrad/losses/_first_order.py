@@ -99,7 +99,7 @@ def loss_value(config: LossConfig, x: Inputs, needed: Sequence[bool]) -> tuple[T
         loss, gradients = loss_and_gradients(config, *x, needed)
         return loss, Kept(prepared=gradients)
     ring = needs_ring(config.layout, x.k, config.budget, config.ring)
-    keys = key_blocks(config.layout, x.k, ring=ring)
+    keys = key_blocks(config.layout, x.k, ring=ring, agreed=config.agreed)
     joined = keys.block.k if isinstance(keys, GatheredKeys) else None
     if joined is not None and has_panels(config, x.q, ring=ring):
         loss, gradients = PanelPass(config, *x, joined).run(needed)

@@ -8,8 +8,9 @@ siglip_loss and info_nce_loss; the other losses have _agreement.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from hashlib import blake2b
+from operator import or_
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +21,14 @@ from allgrad._wire.consistency import refuse
 from allgrad.collectives._sizes import given_sizes
 from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import InputError, ModeError, SizesError, rank_table
-from allgrad.losses._agreement import exchange_texts, no_values
+from allgrad.losses._agreement import (
+    Agreement,
+    exchange_texts,
+    may_be_expected,
+    no_values,
+)
 from allgrad.losses._argument_rules import check_args, require_pairs
+from allgrad.losses._expected_calls import as_expected, history_of
 from allgrad.losses._rank_args import OPTIONS_BYTES, GradNeeds, RankArgs, TensorSpec
 
 if TYPE_CHECKING:
@@ -42,6 +49,7 @@ class GlobalBatch:
     pairs: tuple[int, ...]  # by rank
     keys: tuple[int, ...]  # by rank
     needs: GradNeeds  # of any rank
+    agreed: Agreement | None = None  # of a call that may be expected next time, or is now
 
 
 def exchange_args(
@@ -54,8 +62,12 @@ def exchange_args(
     needs: GradNeeds,
     sizes: Sizes,
     group: GroupLike,
+    is_changed: bool = False,
 ) -> GlobalBatch:
     """Exchange the arguments of all ranks; raise on every rank if a rule is broken.
+
+    A call that is expected exchanges nothing here: its row travels with the first gather, which raises
+    ``Changed`` if another rank's is another. After that, the call ``is_changed``.
 
     With ``sizes`` given nothing is exchanged and nothing is read from the device: each rank checks
     its own arguments only, and in grad mode every gradient is assumed to be needed on some rank. In
@@ -79,9 +91,19 @@ def exchange_args(
         return _without_exchange(name, own, sizes, group, device)
     if call.size == 1:
         return _check_alone(name, own)
+    words, history = own.encode(), history_of(call.group)
+    if not is_changed and may_be_expected():
+        found = as_expected(history, words, call.rank, group)
+        if found is not None:
+            return _of_all_ranks(Agreement.expected(call.rank, words, found, history))
     # On a device that every rank has, wherever its features are.
     message_device = call.group.message_device(device or torch.device("cpu"))
-    ranks = _exchange(own, group, message_device)
+    try:
+        received = _gather_rows(words, group, message_device)
+    except BaseException:
+        history.forget()
+        raise
+    ranks = _decoded(own, received)
     distinct = {id(args): args for args in ranks}.values()
     rows: Sequence[object] = ranks
     if len({args.kind for args in distinct}) == 1 < len({args.options for args in distinct}):
@@ -89,11 +111,13 @@ def exchange_args(
     _check_all(name, ranks, rows)
     if device is not None and device.type == "meta":
         raise ModeError(f"{name}: {no_values('the numbers of pairs of all ranks')}")
-    pairs = tuple(args.pairs for args in ranks)
-    all_needs = GradNeeds(0)
-    for args in ranks:
-        all_needs |= args.needs
-    return GlobalBatch(call.rank, pairs, tuple(args.keys for args in ranks), all_needs)
+    counts = tuple((args.pairs, args.keys, int(args.needs)) for args in ranks)
+    return _of_all_ranks(Agreement(call.rank, counts, history.add(received, counts)))
+
+
+def _of_all_ranks(agreed: Agreement) -> GlobalBatch:
+    needs = reduce(or_, agreed.column(2))
+    return GlobalBatch(agreed.rank, agreed.column(0), agreed.column(1), GradNeeds(needs), agreed)
 
 
 @lru_cache(maxsize=256)
@@ -123,9 +147,13 @@ def _check_all(name: str, ranks: Sequence[RankArgs], rows: Sequence[object]) -> 
     require_pairs(name, sum(args.pairs for args in ranks))
 
 
-def _exchange(own: RankArgs, group: GroupLike, device: torch.device) -> list[RankArgs]:
-    words = torch.tensor(own.encode(), dtype=torch.int64, device=device)
-    rows = all_gather(words[None], sizes="equal", group=group, grad="none").tolist()
+def _gather_rows(words: list[int], group: GroupLike, device: torch.device) -> list[list[int]]:
+    row = torch.tensor([words], dtype=torch.int64, device=device)
+    rows: list[list[int]] = all_gather(row, sizes="equal", group=group, grad="none").tolist()
+    return rows
+
+
+def _decoded(own: RankArgs, rows: list[list[int]]) -> list[RankArgs]:
     # Ranks with equal batches send equal messages; decode each distinct message once.
     decoded: dict[tuple[int, ...], RankArgs] = {}
     ranks = []

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from allgrad._autograd.async_calls import DoneHandle
-from allgrad.collectives.all_gather import all_gather, reduce_scatter
+from allgrad.collectives.all_gather import reduce_scatter
 from allgrad.collectives.permute import shift
+from allgrad.losses._packed import gather_rows
 from allgrad.losses._tiles.accumulators import (
     accumulator_dtype,
     accumulator_zeros,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch.cuda import Stream
 
     from allgrad._autograd.async_calls import Handle
+    from allgrad.losses._agreement import Agreement
     from allgrad.types import GroupLike
 
     AddBlock: TypeAlias = Callable[["KeyBlock", list[Tensor]], None]
@@ -83,10 +85,18 @@ class KeyLayout:
 
 
 def key_blocks(
-    layout: KeyLayout, k: Tensor, *, ring: bool, joined: Tensor | None = None
+    layout: KeyLayout,
+    k: Tensor,
+    *,
+    ring: bool,
+    joined: Tensor | None = None,
+    agreed: Agreement | None = None,
 ) -> GatheredKeys | RingKeys:
-    """The keys of all ranks, gathered or around a ring; ``joined`` were gathered before."""
-    return RingKeys(layout, k) if ring else GatheredKeys(layout, k, joined)
+    """The keys of all ranks, gathered or around a ring; ``joined`` were gathered before.
+
+    The row of an agreement travels with those that are gathered; in a ring no call is expected.
+    """
+    return RingKeys(layout, k) if ring else GatheredKeys(layout, k, joined, agreed)
 
 
 def needs_ring(layout: KeyLayout, k: Tensor, budget: int, ring: bool | None) -> bool:
@@ -111,12 +121,18 @@ class GatheredKeys:
 
     count = 1
 
-    def __init__(self, layout: KeyLayout, k: Tensor, joined: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        layout: KeyLayout,
+        k: Tensor,
+        joined: Tensor | None = None,
+        agreed: Agreement | None = None,
+    ) -> None:
         self.layout = layout
         if joined is None:
             joined = k.contiguous()
             if layout.world > 1:
-                joined = all_gather(joined, sizes=layout.sizes, group=layout.group, grad="none")
+                joined = gather_rows(joined, layout.sizes, layout.group, agreed)
         self.block = KeyBlock(0, joined, 0, layout.start)
 
     def blocks(self) -> Iterator[KeyBlock]:

@@ -26,7 +26,35 @@ if TYPE_CHECKING:
     from allgrad.losses._agreement import Agreement
     from allgrad.types import Grad, GroupLike
 
-__all__ = ["Packing", "Part"]
+__all__ = ["Packing", "Part", "gather_rows"]
+
+# Up to so many bytes of all ranks the row of an agreement travels with features. Of more, taking the row
+# out again takes longer than a message of its own.
+ROW_BESIDE = {"cpu": 2**22}
+ROW_BESIDE_ON_DEVICES = 2**25
+
+
+def gather_rows(
+    own: Tensor, sizes: tuple[int, ...], group: GroupLike, agreed: Agreement | None
+) -> Tensor:
+    """The rows of a matrix of all ranks; with them, the row of the agreement if it has one."""
+    if agreed is None or agreed.call is None:
+        return all_gather(own, sizes=sizes, group=group, grad="none")
+    elements = tuple(size * own.shape[1] for size in sizes)
+    kind = own.device.type
+    is_small = sum(elements) * own.itemsize <= ROW_BESIDE.get(kind, ROW_BESIDE_ON_DEVICES)
+    if agreed.call.payload is None and is_small and kind != "meta":
+        agreed.call.payload = Payload(elements, own.dtype, own.device)
+    if agreed.row is None:
+        joined = all_gather(own, sizes=sizes, group=group, grad="none")
+        agreed.confirm(None)
+        return joined
+    row = agreed.row.to(own.device).view(own.dtype)
+    counts = tuple(count + len(row) for count in elements)
+    sent = torch.cat([own.reshape(-1), row])
+    messages = all_gather(sent, sizes=counts, group=group, grad="none").split(counts)
+    agreed.confirm(torch.cat([message[-len(row) :] for message in messages]).view(torch.int64))
+    return torch.cat([message[: -len(row)] for message in messages]).view(-1, own.shape[1])
 
 
 @dataclass(frozen=True, slots=True)

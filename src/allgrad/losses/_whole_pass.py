@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from allgrad.collectives.all_gather import all_gather
 from allgrad.losses._key_blocks import needs_ring
 from allgrad.losses._kind import LossKind
+from allgrad.losses._packed import gather_rows
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def loss_and_gradients(  # noqa: PLR0917
     """
     layout, width, dtype = config.layout, q.shape[1], accumulator_dtype(q.dtype)
     both = torch.cat((q, k), 1)
-    both = all_gather(both, sizes=layout.sizes, group=layout.group, grad="none")
+    both = gather_rows(both, layout.sizes, layout.group, config.agreed)
     if both.dtype is not dtype:
         both = both.to(dtype)
     queries, keys = both[:, :width], both[:, width:]

@@ -40,8 +40,8 @@ def clip_loss(
     the ranks' gradients are averaged (``grad_reduction="mean"``: DDP, FSDP) or summed (``"sum"``).
     It has first and second derivatives.
 
-    ``sizes`` are the numbers of pairs by rank. If None, one small message exchanges them, and a
-    mistake of one rank raises on all. The texts are gathered, or passed around a ring of ranks if
+    ``sizes`` are the numbers of pairs by rank. If None, one small message exchanges them, or the keys'
+    own where the call is like those before, and a mistake of one rank raises on all. The texts are gathered, or passed around a ring of ranks if
     they and the accumulators of their gradients would take more than ``budget`` bytes.
     ``ring=True`` or ``ring=False`` overrides this choice.
 
