@@ -175,7 +175,9 @@ def test_rank_outside_the_group(rank):
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 1, -1), (2, 0, 0.0), "same", (3, 3, 4), (), 3])
+@pytest.mark.parametrize(
+    "sizes", [(1, 2), (2, 1, -1), (2, 0, 0.0), "same", (3, 3, 4), (), 3, torch.tensor(3)]
+)
 def test_sizes_that_do_not_fit(rank, sizes):
     x = torch.zeros(2)
     calls = (

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -362,6 +363,17 @@ def test_split_sizes_count_along_the_first_dimension(rank, world):
     assert compat.all_to_all_single(out, torch.arange(3.0) + rank, [], []).tolist() == [
         rank + r for r in range(world)
     ]
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, iter])
+def test_split_sizes_of_any_kind(rank, kind):
+    send, receive = [1, 2, 3], [rank + 1] * 3
+    y = compat.all_to_all_single(
+        torch.empty(3 * rank + 3), torch.arange(6.0) + 10 * rank, kind(receive), kind(send)
+    )
+    starts = [0, 1, 3]
+    assert y.tolist() == [10.0 * r + starts[rank] + i for r in range(3) for i in range(rank + 1)]
 
 
 @pytest.mark.ranks(3)

@@ -165,3 +165,13 @@ def test_split_sizes_that_do_not_fit(rank):
         lambda: compat.all_to_all_single(out, out, receive),
         "room for [1, 2, 3] elements by rank, but [2, 2, 2] arrive",
     )
+    for bad, words in (
+        (torch.tensor(6), "output_split_sizes=tensor(6)"),
+        (6, "output_split_sizes=6"),
+        (torch.tensor([2.0, 2.0, 2.0]), "whole numbers from 0 up"),
+        (torch.tensor([2, 4]), "output_split_sizes has 2 entries"),
+    ):
+        odd = bad if rank == 1 else [2, 2, 2]
+        raises_everywhere(
+            SizesError, lambda odd=odd: compat.all_to_all_single(out, out, odd), words
+        )

@@ -19,7 +19,8 @@ __all__ = ["divide", "given_sizes", "held_sizes", "partition_for"]
 def given_sizes(name: str, call: Call, sizes: Sizes, argument: str = "sizes") -> tuple[int, ...]:
     """Raise unless sizes are one whole number from 0 up for each rank."""
     assert sizes is not None
-    if isinstance(sizes, str) or not hasattr(sizes, "__iter__"):
+    single = not hasattr(sizes, "__iter__") or getattr(sizes, "ndim", 1) == 0
+    if single or isinstance(sizes, str):
         raise SizesError(
             f'{name}: {argument}={sizes!r}.\nGive None, "equal", or one size for each rank.'
         )

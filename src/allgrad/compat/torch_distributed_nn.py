@@ -275,12 +275,18 @@ def _exchange_blocks(
 def _elements(call: Call, x: Tensor, split: Sequence[int] | None, name: str) -> list[int]:
     """The number of elements of ``x`` for each rank."""
     rows = x.shape[0] if x.dim() else 1
-    if not split and rows % call.size:
+    try:
+        given = [] if split is None else list(split)
+    except TypeError:
+        raise SizesError(
+            f"all_to_all: {name}={split!r}.\nGive None, or one size for each rank."
+        ) from None
+    if not given and rows % call.size:
         raise SizesError(
             f"all_to_all: {rows} rows do not divide by {call.size} ranks.\n"
             f"Give {name}, one size for each rank, or rows that divide."
         )
-    sizes = divide("all_to_all", call, rows, split or "equal", name)
+    sizes = divide("all_to_all", call, rows, given or "equal", name)
     return [size * (x.numel() // max(rows, 1)) for size in sizes]
 
 
