@@ -20,6 +20,13 @@ class Pair(NamedTuple):
     second: torch.Tensor
 
 
+class PairOfOne(Pair):
+    """Made of one tensor."""
+
+    def __new__(cls, x):
+        return super().__new__(cls, x, x.sum())
+
+
 @dataclass
 class Batch:
     image: torch.Tensor
@@ -145,6 +152,20 @@ def test_containers_keep_their_types(rank):
     assert ag.gather_sizes({"x": torch.zeros(rank, 2)}) == {"x": (0, 1, 2)}
     assert ag.all_gather({}) == {}
     assert ag.all_reduce([]) == []
+
+
+@pytest.mark.ranks(3)
+def test_named_tuple_with_a_constructor_of_its_own_is_rebuilt(rank):
+    x = PairOfOne(leaf(random((2,), rank)))
+    x.note = "as it was"
+    pieces = [random((2,), r) for r in range(3)]
+    for y in (ag.all_reduce(x), ag.all_reduce(x, async_op=True).wait()):
+        assert type(y) is PairOfOne
+        assert y.note == "as it was"
+        same(y.first.detach(), sum(pieces), "first")
+        same(y.second.detach(), sum(pieces).sum(), "second")
+    (got,) = grads((y.first * (rank + 1)).sum() + y.second * 2, [x.first])
+    same(got, torch.full_like(got, 1 + 2 + 3 + 2 * 3), "the gradient of both fields")
 
 
 @pytest.mark.ranks(2)

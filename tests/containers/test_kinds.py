@@ -31,6 +31,20 @@ class Point(collections.namedtuple("Point", "x y")):  # noqa: PYI024
     __slots__ = ()
 
 
+class Span(NamedTuple):
+    start: Any
+    end: Any
+
+
+class SpanOfPair(Span):
+    """Made of one argument, which is doubled."""
+
+    name = "unset"
+
+    def __new__(cls, pair: Any) -> Any:
+        return super().__new__(cls, pair[0] * 2, pair[1])
+
+
 class NamedDict(dict):
     name = "unset"
 
@@ -103,6 +117,7 @@ BUILD = {
     "tuple": lambda t: (None, t),
     "named tuple": Pair,
     "named tuple subclass": lambda t: Point(3, t),
+    "named tuple with its own __new__": lambda t: SpanOfPair((3, t)),
     "deque": lambda t: collections.deque([t, 2], maxlen=5),
     "set": lambda t: {t},
     "frozen set": lambda t: frozenset({t}),
@@ -178,13 +193,36 @@ def test_named_tuple_keeps_its_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    "nest", [NamedDict(b=a_tensor()), NamedList([a_tensor()]), NamedTuple_([a_tensor()])]
+    "nest",
+    [
+        *(NamedDict(b=a_tensor()), NamedList([a_tensor()]), NamedTuple_([a_tensor()])),
+        SpanOfPair((3, a_tensor())),
+    ],
 )
 def test_subclass_keeps_its_attributes(nest: Any) -> None:
     nest.name = "mine"
-    result = doubled(nest)
-    assert result.name == "mine"
-    assert result is not nest
+    leaves, structure = flatten(nest)
+    for result in (doubled(nest), unflatten(structure, leaves)):
+        assert result.name == "mine"
+        assert result is not nest
+
+
+def test_named_tuple_is_rebuilt_without_its_constructor() -> None:
+    span = SpanOfPair((a_tensor(), 5))
+    found, frame = split_tensors({"k": [span]})
+    assert frame.names() == ["x['k'][0].start"]
+    (rebuilt,) = frame([found[0] + 1])["k"]
+    assert torch.equal(rebuilt.start, a_tensor(3.0, 5.0))
+    assert rebuilt.end == 5
+    assert torch.equal(doubled(span).start, a_tensor(4.0, 8.0))
+
+
+def test_registered_named_tuple_is_rebuilt_as_registered() -> None:
+    class Registered(SpanOfPair):
+        pass
+
+    register(Registered, lambda span: ((span.start,), span.end), lambda end, xs: (*xs, end))
+    assert unflatten(*reversed(flatten(Registered((2, "s"))))) == (4, "s")
 
 
 def test_dict_subclass_goes_by_sorted_keys_and_keeps_its_order() -> None:

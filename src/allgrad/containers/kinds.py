@@ -22,6 +22,7 @@ import torch
 from optree.registry import register_pytree_node, unregister_pytree_node
 from optree.utils import total_order_sorted
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn.utils.rnn import PackedSequence
 
 from allgrad.errors import InputError
@@ -29,7 +30,15 @@ from allgrad.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["NAMESPACE", "OpenNode", "nodes", "open_node", "register", "register_all"]
+__all__ = [
+    "NAMESPACE",
+    "OpenNode",
+    "named_tuples_to_register",
+    "nodes",
+    "open_node",
+    "register",
+    "register_all",
+]
 
 NAMESPACE = "allgrad"
 
@@ -72,7 +81,10 @@ def open_node(node: object) -> OpenNode | None:
     if cls in _ATOMS or isinstance(node, Tensor):
         return None
     handler = register_pytree_node.get(cls, namespace=NAMESPACE)
-    if handler is None and _register(cls):
+    unknown = handler is None or (
+        handler.type is not cls and optree.is_namedtuple_class(cls) and _differs_when_called(cls)
+    )
+    if unknown and _register(cls):
         handler = register_pytree_node.get(cls, namespace=NAMESPACE)
     if handler is None:
         return None
@@ -126,6 +138,39 @@ def register_all(leaf_types: set[type]) -> bool:
     return sum(map(_register, leaf_types)) > 0
 
 
+def named_tuples_to_register(structure: optree.PyTreeSpec) -> frozenset[type]:
+    """The named tuples of a structure that optree, which calls their classes, would rebuild wrongly."""
+    if is_dynamo_compiling():
+        return frozenset()
+    if structure.namespace:  # it holds on to objects of the caller
+        return _named_tuples(structure)
+    try:
+        return _known_named_tuples(structure)
+    except TypeError:  # a type of the caller's with parts that cannot be hashed
+        return _named_tuples(structure)
+
+
+def _named_tuples(structure: optree.PyTreeSpec) -> frozenset[type]:
+    found: set[Any] = set()
+    waiting = [structure]
+    while waiting:
+        node = waiting.pop()
+        if node.kind == optree.PyTreeKind.NAMEDTUPLE:
+            found.add(node.type)
+        waiting += node.children()
+    return frozenset(cls for cls in found if _differs_when_called(cls))
+
+
+_known_named_tuples = functools.lru_cache(maxsize=256)(_named_tuples)
+
+
+def _differs_when_called(cls: Any) -> bool:
+    """Whether a subclass of a named tuple has a constructor or attributes of its own."""
+    made = next((base for base in cls.__mro__ if tuple in base.__bases__), cls)
+    own_constructor = cls.__new__ is not made.__new__ or cls.__init__ is not object.__init__
+    return own_constructor or cls.__dictoffset__ != 0
+
+
 def _register(cls: type) -> bool:
     """Register a type found in a nest. False: its objects are leaves."""
     if cls in _ATOMS or issubclass(cls, _VALUES):
@@ -140,7 +185,8 @@ def _register(cls: type) -> bool:
         elif issubclass(cls, (list, collections.deque)):
             _add(cls, lambda items: (items, _Kept(items)), _close_sequence, optree.SequenceEntry)
         elif issubclass(cls, tuple):
-            _add(cls, lambda items: (items, _Kept(items)), _close_tuple, optree.SequenceEntry)
+            entry = optree.NamedTupleEntry if hasattr(cls, "_fields") else optree.SequenceEntry
+            _add(cls, lambda items: (items, _Kept(items)), _close_tuple, entry)
         elif issubclass(cls, (set, frozenset)):
             _add(cls, _open_set_in_order, _close_set, optree.FlattenedEntry)
         else:

@@ -21,7 +21,14 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from allgrad.containers.key_texts import keys_and_order, path_name
-from allgrad.containers.kinds import NAMESPACE, OpenNode, open_node, register, register_all
+from allgrad.containers.kinds import (
+    NAMESPACE,
+    OpenNode,
+    named_tuples_to_register,
+    open_node,
+    register,
+    register_all,
+)
 from allgrad.errors import InputError
 
 if TYPE_CHECKING:
@@ -58,7 +65,8 @@ def flatten(nest: object) -> tuple[list[Any], Structure]:
                 f"This nest is too deep: more than {optree.MAX_RECURSION_DEPTH} containers "
                 "inside one another.\nFlatten its innermost levels before the call."
             ) from error
-        if not register_all({type(leaf) for leaf in leaves}):
+        types = {type(leaf) for leaf in leaves} | named_tuples_to_register(structure)
+        if not register_all(types):
             return leaves, structure
 
 
