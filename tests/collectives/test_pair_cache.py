@@ -148,3 +148,38 @@ def test_numbers_in_tensors_may_change(rank, name):
     for n in range(2):
         number.fill_(n)
         assert torch.equal(call(x, number), call(x, n))
+
+
+EQUAL = {
+    "broadcast, src": (ag.broadcast, 1, [True, 1.0]),
+    "reduce, dst": (ag.reduce, 1, [True, 1.0]),
+    "gather, dst": (lambda x, n: ag.gather(x, n, sizes=[3, 3]), 1, [True, 1.0]),
+    "gather, dim": (lambda x, n: ag.gather(x, 1, n, sizes=[3, 3]), 1, [True, 1.0]),
+    "all_gather, dim": (lambda x, n: ag.all_gather(x, n, sizes="equal"), 1, [True, 1.0]),
+    "all_gather, sizes": (lambda x, n: ag.all_gather(x, sizes=n), [3, 3], [[3.0, 3], (3.0, 3.0)]),
+    "reduce_scatter, dim": (lambda x, n: ag.reduce_scatter(x, n, sizes=[2, 1]), 1, [True, 1.0]),
+    "reduce_scatter, sizes": (
+        lambda x, n: ag.reduce_scatter(x, sizes=n),
+        [2, 1],
+        [[2, True], [2.0, 1]],
+    ),
+    "all_to_all, dim": (
+        lambda x, n: ag.all_to_all(x[:2, :2], n, send_sizes="equal"),
+        1,
+        [True, 1.0],
+    ),
+    "shift, offset": (lambda x, n: ag.shift(x, n, sizes="equal"), 1, [True, 1.0]),
+    "shift, dim": (lambda x, n: ag.shift(x, dim=n, sizes="equal"), 1, [True, 1.0]),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", EQUAL)
+def test_what_equals_an_int_is_looked_at(rank, name):
+    call, good, bad = EQUAL[name]
+    x = random((3, 3), rank)
+    first = call(x, good)
+    for other in bad:
+        with pytest.raises(errors.InputError):
+            call(x, other)
+    assert torch.equal(call(x, good), first)

@@ -25,19 +25,24 @@ _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _MOST = 4096
 _PAIRS: dict[tuple[Hashable, ...], AdjointPair] = {}
 _NO_KEY: list[object] = []  # cannot be hashed
+_INT_ALONE = {int}
 
 
 def hashable(sizes: object) -> object:
-    """Sizes as part of a signature; what may change, and would be found all the same, is no part of one."""
+    """Sizes as part of a signature: whole numbers only, since tensors may change, and others, as 2.0, equal one."""
     if sizes is None or type(sizes) is str:
         return sizes
-    if not isinstance(sizes, (list, tuple)) or Tensor in set(map(type, sizes)):
+    if not isinstance(sizes, (list, tuple)) or set(map(type, sizes)) != _INT_ALONE:
         return _NO_KEY
     return tuple(sizes)
 
 
 def recall(name: str, x: object, group: GroupLike, *given: object) -> AdjointPair | None:
-    """The pair of a call with this signature; none while calls are described for checked mode."""
+    """The pair of a call with this signature; none while calls are described for checked mode.
+
+    Signatures are compared by ==. A caller does not look up what is no int, but may equal one:
+    True is no dim (test_what_equals_an_int_is_looked_at).
+    """
     key = group_key(group)
     if key is None or type(x) not in _PLAIN_TYPES or x.is_nested:  # type: ignore[attr-defined]
         return None

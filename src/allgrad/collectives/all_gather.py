@@ -92,7 +92,7 @@ def all_gather(
     Cost: one collective each way, plus one size exchange unless ``sizes`` is given.
     """
     key = None if sizes is None else ("all_gather", x, group, dim, hashable(sizes), grad)
-    known = None if key is None else recall(*key)
+    known = recall(*key) if key is not None and type(dim) is int else None
     if known is not None:
         return run_known(known, x, grad, async_op)
     return _checked_all_gather(x, dim, sizes, group, grad, async_op, key)
@@ -168,7 +168,7 @@ def reduce_scatter(
     Cost: one collective each way, plus one exchange of shapes unless ``sizes`` is given.
     """
     key = None if sizes is None else ("reduce_scatter", x, group, dim, op, hashable(sizes), grad)
-    known = None if key is None else recall(*key)
+    known = recall(*key) if key is not None and type(dim) is int else None
     if known is not None:
         return run_known(known, x, grad, async_op)
     call = wire.resolve("reduce_scatter", group, lambda: describe(x, dim=dim, op=op))

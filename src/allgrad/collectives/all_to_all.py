@@ -116,7 +116,8 @@ def all_to_all(
     equal = isinstance(send_sizes, str) and isinstance(recv_sizes, str)
     sizes = (send_sizes, recv_sizes) if equal else (hashable(send_sizes), hashable(recv_sizes))
     key = None if recv_sizes is None else ("all_to_all", x, group, dim, *sizes, grad)
-    known = None if return_sizes or key is None else recall(*key)
+    lookup = not return_sizes and type(dim) is int
+    known = recall(*key) if lookup and key is not None else None
     if known is not None:
         return run_known(known, x, grad, async_op)
     return _checked_all_to_all(
