@@ -242,6 +242,53 @@ def test_rounding_is_told_from_a_mistake():
     assert report.mistake is Mistake.FACTOR
 
 
+class Masked(Towers):
+    """With a buffer of infinite entries, as a causal mask has."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+
+
+class Forgetful(Masked):
+    """Its buffer is NaN after the first step."""
+
+    def forward(self, batch):
+        self.mask.fill_(float("nan"))
+        return super().forward(batch)
+
+
+def scaled(model, batch, on_ranks, alone):
+    return right(model, batch) * (on_ranks if len(batch["x"]) in ROWS else alone)
+
+
+NAN, INF = float("nan"), float("inf")
+NOT_FINITE = {
+    "NaN": (Towers, lambda m, b: scaled(m, b, NAN, NAN), "on ranks 0, 1, and in one process too"),
+    "infinite": (Towers, lambda m, _: m.module.scale.sum() * INF, "and in one process too"),
+    "on ranks": (Towers, lambda m, b: scaled(m, b, NAN, 1), "in one process all are finite"),
+    "in one process": (Towers, lambda m, b: scaled(m, b, 1, NAN), "on ranks all are finite"),
+    "buffer": (Forgetful, right, "buffer mask has NaN .* and in one process too"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_values_that_are_not_finite_are_no_mistake_of_the_ranks(name):
+    model, step, words = NOT_FINITE[name]
+    report = compare(model, batch, step, ranks=2, wrapper=unused_too, steps=1, dtype=None)
+    assert report.mistake is Mistake.NOT_FINITE, str(report)
+    assert "cannot be compared with one process at step 0" in str(report)
+    assert re.search(words, str(report)), str(report)
+
+
+def unused_too(model):
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def test_equal_infinite_entries_of_a_buffer_are_equal():
+    assert compare(Masked, batch, right, ranks=2, wrapper="ddp", steps=2)
+
+
 def test_summed_gradients_need_no_factor(parity):
     assert parity(Towers, batch, summed, ranks=2, wrapper=summing, steps=1)
 

@@ -24,6 +24,7 @@ __all__ = [
     "distance",
     "first_difference",
     "flat",
+    "is_usable",
     "relative_difference",
     "rounding_of",
     "same",
@@ -85,24 +86,30 @@ def relative_difference(
 
 def same(state: State, expected: State) -> bool:
     """Tell whether two states are equal up to rounding."""
-    return _difference(0, "gradient", [state], expected, None) is None
+    return _difference(0, "buffer", [state], expected, None) is None
+
+
+def is_usable(kind: Kind, x: Tensor) -> bool:
+    """Tell whether all entries are numbers; infinite ones are allowed in buffers, as in a mask."""
+    return not bool((x.isnan() if kind == "buffer" else ~x.isfinite()).any())
 
 
 def distance(a: Tensor | None, b: Tensor) -> float:
-    """The largest difference of any entry; a missing tensor is zero."""
+    """The largest difference of any entry, none between equal infinite ones; a missing tensor is zero."""
     if a is None:
         return _largest(b)
     if a.shape != b.shape:
         return float("inf")
     if not b.numel():
         return 0.0
-    return float((a.to(_wide(b)) - b.to(_wide(b))).abs().max())
+    a, b = a.to(_wide(b)), b.to(_wide(b))
+    return float((a - b).abs().masked_fill(a == b, 0).max())
 
 
 def rounding_of(state: State) -> float:
     """Entries below this number may be nothing but the rounding of others."""
     floating = [x for x in state.values() if x.is_floating_point()]
-    return max((_NOTHING * torch.finfo(x.dtype).eps * _largest(x) for x in floating), default=0.0)
+    return max((_NOTHING * torch.finfo(x.dtype).eps * _scale(x) for x in floating), default=0.0)
 
 
 def flat(state: State, like: State) -> Tensor:
@@ -114,15 +121,15 @@ def flat(state: State, like: State) -> Tensor:
 def _difference(
     step: int, kind: Kind, states: Sequence[State], expected: State, rtol: float | None
 ) -> Difference | None:
-    largest = max((_largest(b) for b in expected.values()), default=0.0)
+    largest = max((_scale(b) for b in expected.values()), default=0.0)
     differ: dict[str, tuple[float, ...]] = {}
     for name, b in expected.items():
         by_rank = tuple(distance(state.get(name), b) for state in states)
-        if any(not d <= _limit(b, rtol, largest) for d in by_rank):
+        if any(not d <= _limit(b, rtol, largest) for d in by_rank) or not is_usable(kind, b):
             differ[name] = by_rank
     for name in sorted({n for state in states for n in state} - expected.keys()):
         by_rank = tuple(_largest(s[name]) if name in s else 0.0 for s in states)
-        if any(d > 0 for d in by_rank):
+        if any(not d <= 0 for d in by_rank):
             differ[name] = by_rank
     if not differ:
         return None
@@ -137,11 +144,16 @@ def _limit(b: Tensor, rtol: float | None, largest: float) -> float:
         return 0.0
     eps = torch.finfo(b.dtype).eps
     relative: float = eps**0.6 if rtol is None else rtol
-    return relative * _largest(b) + min(_FLOOR * eps, relative) * largest
+    return relative * _scale(b) + min(_FLOOR * eps, relative) * largest
 
 
 def _largest(x: Tensor) -> float:
     return float(x.to(_wide(x)).abs().max()) if x.numel() else 0.0
+
+
+def _scale(x: Tensor) -> float:
+    """The largest finite entry."""
+    return _largest(x.masked_fill(~x.isfinite(), 0))
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from allgrad.errors import AllgradError
-from allgrad.testing.step_parity.compare import distance, flat, same
+from allgrad.testing.step_parity.compare import distance, flat, is_usable, same
 from allgrad.testing.step_parity.experiments import Experiments
 from allgrad.testing.step_parity.mistakes import LOOK, Diagnosis, Mistake, ranks_text
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from allgrad.testing.step_parity.compare import Difference
     from allgrad.testing.step_parity.record import StepRecord
 
-__all__ = ["accumulation_note", "diagnose"]
+__all__ = ["accumulation_note", "diagnose", "not_finite"]
 
 _CLOSE = 1e-4  # to a whole number of ranks, relative
 
@@ -50,6 +50,43 @@ def diagnose(
     except AllgradError as error:  # the step does not take what an experiment gives it
         reason = str(error).splitlines()[0]
         return Diagnosis(Mistake.UNKNOWN, f"an experiment failed ({reason}).", LOOK)
+
+
+def not_finite(
+    difference: Difference, ranks: Sequence[Sequence[StepRecord]], one: Sequence[StepRecord]
+) -> Diagnosis | None:
+    """What to say where entries are NaN or infinite, on ranks or in one process."""
+    kind, step = difference.kind, difference.step
+    states = [_states(record[step])[kind] for record in ranks]
+    whole = _states(one[step])[kind]
+    for name in (difference.name, *difference.also):
+        alone = name in whole and not is_usable(kind, whole[name])
+        where = [r for r, s in enumerate(states) if name in s and not is_usable(kind, s[name])]
+        if alone or where:
+            what = f"the gradient of {name}" if kind == "gradient" else f"{kind} {name}"
+            return _not_finite(what, where, alone)
+    return None
+
+
+def _not_finite(what: str, ranks: Sequence[int], alone: bool) -> Diagnosis:
+    if ranks and alone:
+        where = f"on {ranks_text(ranks)}, and in one process too."
+        look = "Look for it in one process: a division by zero, a logarithm of zero, an overflow."
+    elif ranks:
+        where = f"on {ranks_text(ranks)}; in one process all are finite."
+        look = "Look for what a rank has by itself: a mean over no rows, values that only it divides by."
+    else:
+        where = "in one process; on ranks all are finite."
+        look = "Look for what only the joined batch has: a sum of more rows, which overflows."
+    return Diagnosis(Mistake.NOT_FINITE, f"{what} has NaN or infinite entries {where}", look)
+
+
+def _states(record: StepRecord) -> dict[str, State]:
+    return {
+        "gradient": record.result.gradients,
+        "buffer": record.buffers,
+        "parameter": record.parameters,
+    }
 
 
 def accumulation_note(ranks: Sequence[Sequence[StepRecord]]) -> str | None:

@@ -31,6 +31,7 @@ class Mistake(Enum):
     BUFFER = "a stale buffer"
     STUCK = "ranks that wait for each other"
     OPTIMIZER = "an optimizer that differs"
+    NOT_FINITE = "values that are not finite"
     ROUNDING = "rounding"
     UNKNOWN = "no mistake that is known"
 

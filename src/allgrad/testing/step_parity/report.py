@@ -11,7 +11,7 @@ from allgrad.errors import AllgradError, InputError, rank_table
 from allgrad.testing.failures import RankFailed, RanksStuck
 from allgrad.testing.step_parity.case import Case, NoGradient, join_pieces
 from allgrad.testing.step_parity.compare import first_difference, relative_difference
-from allgrad.testing.step_parity.diagnose import accumulation_note, diagnose
+from allgrad.testing.step_parity.diagnose import accumulation_note, diagnose, not_finite
 from allgrad.testing.step_parity.mistakes import LOOK, Diagnosis, Mistake
 from allgrad.testing.step_parity.record import record
 
@@ -68,8 +68,9 @@ class ParityReport:
         what = {"gradient": "the gradient of ", "buffer": "buffer ", "parameter": "parameter "}
         noted = self.note is not None and self.mistake is not Mistake.ACCUMULATION
         others = f", and {len(d.also)} more" if d.also else ""
+        how = "differ from" if self.mistake is not Mistake.NOT_FINITE else "cannot be compared with"
         return rank_table(
-            f"parity: {who} differ from one process at step {d.step}, first in "
+            f"parity: {who} {how} one process at step {d.step}, first in "
             f"{what[d.kind]}{d.name}{others}.",
             [f"off by {by:.3g}, where the largest entry is {d.scale:.3g}" for by in d.by_rank],
             {},
@@ -156,6 +157,9 @@ def _diagnose(
     one: Sequence[StepRecord],
 ) -> Diagnosis:
     """Name the mistake, in float64: experiments need the digits."""
+    known = not_finite(difference, found, one)
+    if known is not None:
+        return known
     if case.dtype is torch.float64:
         return diagnose(case, difference, found, one)
     exact = replace(case, dtype=torch.float64)
