@@ -261,3 +261,28 @@ def test_inputs_may_come_in_one_tuple() -> None:
     assert gradgradcheck(torch.mul, [x, y])
     with pytest.raises(TensorError, match="no tensor but int"):
         gradcheck(torch.mul, x, 3)
+
+
+def check_on_rank_1(check: str, returned: object) -> None:
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+
+    def fn(x: Tensor) -> object:
+        return returned if dist.get_rank() == 1 else x * 2
+
+    calls: dict[str, Any] = {
+        "gradcheck": lambda: gradcheck(fn, x),
+        "gradgradcheck": lambda: gradgradcheck(fn, x),
+        "adjoint_check": lambda: adjoint_check(fn, lambda y: y, x, x),
+    }
+    with pytest.raises(TensorError, match="must return a tensor") as caught:
+        calls[check]()
+    odd = type(returned).__name__ if dist.get_rank() == 1 else "other values"
+    rows = ["tensors", f"{odd} <- not tensors", "tensors"]
+    lines = [" ".join(line.split()) for line in str(caught.value).split("\n")]
+    assert lines[1:4] == [f"rank {rank}: {row}" for rank, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("check", ["gradcheck", "gradgradcheck", "adjoint_check"])
+@pytest.mark.parametrize("returned", [None, 1.0])
+def test_what_is_no_tensor_is_refused_on_every_rank(check: str, returned: object) -> None:
+    run_ranks(check_on_rank_1, 3, check, returned, timeout=20)

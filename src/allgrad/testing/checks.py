@@ -6,8 +6,9 @@ differ by rank. A check raises on every rank or on none.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -107,11 +108,12 @@ def gradgradcheck(
     given = _one_by_one(inputs)
     _require_exact("gradgradcheck", given, group)
     given = tuple(x.detach().requires_grad_(_floating(x)) for x in given)
-    upstream = [w.requires_grad_() for w in _weights(_outputs(fn, given), rank_of(group))]
+    outputs = _tensors("gradgradcheck", fn(*given), group)
+    upstream = [w.requires_grad_() for w in _weights(_differentiable(outputs), rank_of(group))]
 
     def gradients(*both: Tensor) -> tuple[Tensor, ...]:
         xs = both[: len(given)]
-        outputs = _outputs(fn, xs)
+        outputs = _differentiable(_listed(fn(*xs)))
         return torch.autograd.grad(
             outputs,
             [x for x in xs if _floating(x)],
@@ -138,7 +140,8 @@ def adjoint_check(
     Each rank passes its piece ``x`` of the input and its piece ``y`` of the output; either may be
     empty. ``rtol`` is relative to the norms of the vectors, since terms of the product may cancel.
     """
-    there, back = forward(x).detach(), adjoint(y).detach()
+    there, back = _tensors("adjoint_check", (forward(x), adjoint(y)), group)
+    there, back = there.detach(), back.detach()
     _require_fit(there, back, x, y, group)
     left, right = _inner(there, y), _inner(x, back)
     bounds = [_norm(there) * _norm(y), _norm(x) * _norm(back)]
@@ -203,7 +206,7 @@ def _backward(
 ) -> dict[int, Tensor]:
     """The gradients of the objective on this rank, by position of the input."""
     leaves = [_leaf(x) for x in inputs]
-    objective = _objective(fn, leaves, rank_of(group))
+    objective = _objective(_tensors("gradcheck", fn(*leaves), group), rank_of(group))
     if objective.requires_grad:
         objective.backward()
     return {
@@ -231,8 +234,8 @@ def _differences(
     for owner, count in enumerate(counts):
         for nth in range(count):
             move = moves[nth] if owner == rank else None
-            ahead = _objective(fn, _moved(inputs, move, eps), rank)
-            behind = _objective(fn, _moved(inputs, move, -eps), rank)
+            ahead = _objective(_listed(fn(*_moved(inputs, move, eps))), rank)
+            behind = _objective(_listed(fn(*_moved(inputs, move, -eps))), rank)
             changes[step] = (ahead - behind).detach()
             step += 1
     derivatives = sum_over_ranks(changes, group).split(counts)[rank] / (2 * eps)
@@ -256,18 +259,45 @@ def _moved(inputs: Sequence[Tensor], move: tuple[int, int] | None, by: float) ->
     return [c.requires_grad_(x.requires_grad) for c, x in zip(copies, inputs, strict=True)]
 
 
-def _objective(fn: Function, inputs: Sequence[Tensor], rank: int) -> Tensor:
+def _objective(results: Sequence[Tensor], rank: int) -> Tensor:
     """``<w, fn(inputs)>`` on this rank."""
-    outputs = _outputs(fn, inputs)
+    outputs = _differentiable(results)
     total = torch.zeros((), dtype=torch.float64, device="cpu")
     for output, weight in zip(outputs, _weights(outputs, rank), strict=True):
         total = total + _inner(output, weight).cpu()
     return total
 
 
-def _outputs(fn: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
-    result = fn(*inputs)
-    return [out for out in ([result] if isinstance(result, Tensor) else result) if _floating(out)]
+def _tensors(check: str, result: object, group: ProcessGroup | None) -> list[Tensor]:
+    """The tensors that a function returned; raises on every rank if it returned others on some."""
+    found = _listed(result)
+    odd = [type(x).__name__ for x in found if not isinstance(x, Tensor)]
+    rows = _gather_rows(torch.tensor([len(odd)], dtype=torch.float64, device="cpu"), group)
+    bad = {rank: "not tensors" for rank, count in enumerate(rows[:, 0].tolist()) if count}
+    if bad:
+        returned = ["other values" if rank in bad else "tensors" for rank in range(len(rows))]
+        returned[rank_of(group)] = ", ".join(odd) or "tensors"
+        raise TensorError(
+            rank_table(
+                f"{check}: a function must return a tensor, or a tuple of tensors.",
+                returned,
+                bad,
+                "Return what is to be differentiated.",
+            )
+        )
+    return found
+
+
+def _listed(result: Any) -> list[Any]:
+    return (
+        list(result)
+        if isinstance(result, Iterable) and not isinstance(result, Tensor)
+        else [result]
+    )
+
+
+def _differentiable(results: Sequence[Tensor]) -> list[Tensor]:
+    return [x for x in results if _floating(x)]
 
 
 def _weights(outputs: Sequence[Tensor], rank: int) -> list[Tensor]:
