@@ -4,6 +4,7 @@ import threading
 import time
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -196,3 +197,18 @@ def test_the_environment_gives_a_deadline_and_an_empty_text_none(monkeypatch, gi
             deadline._State()
     else:
         assert deadline._State().no_deadline == (given == "")
+
+
+@pytest.mark.parametrize("given", [-1, 0, float("nan"), float("inf"), "3", b"3", True, [3]])
+def test_what_is_no_time_is_refused(given):
+    with (
+        pytest.raises(InputError, match=r"^deadline=.* is not a time\.\nGive seconds, more than 0"),
+        ag.deadline(given),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("given", [3, 0.5, np.float32(2), np.int64(2), torch.tensor(2)])
+def test_numbers_of_any_kind_are_times(given):
+    with ag.deadline(given):
+        assert deadline.seconds_allowed() == float(given)

@@ -43,9 +43,10 @@ _ENVIRONMENT = "ALLGRAD_DEADLINE"
 _UNUSED_TAG = 0x7FFF
 
 
-def _seconds(value: object, where: str) -> float:
+def _seconds(value: object, where: str, *, text: bool = False) -> float:
+    is_number = hasattr(value, "__float__") and not isinstance(value, bool)
     try:
-        seconds = float(value)  # type: ignore[arg-type]
+        seconds = float(value) if text or is_number else -1.0  # type: ignore[arg-type]
     except (OverflowError, TypeError, ValueError):
         seconds = -1.0
     if not 0 < seconds < 1e7:
@@ -58,7 +59,7 @@ class _State:
 
     def __init__(self) -> None:
         given = os.environ.get(_ENVIRONMENT)
-        of_program = _seconds(given, _ENVIRONMENT) if given else None
+        of_program = _seconds(given, _ENVIRONMENT, text=True) if given else None
         self.deadlines: Blocks[float] = Blocks(of_program, self._update, self._end_deadline)
         self.listeners: Blocks[dict[Any, Call]] = Blocks(None, self._update, self._update)
         self.no_deadline = True  # no call of any thread has one, or listens

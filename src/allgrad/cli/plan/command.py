@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import math
 from enum import Enum
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import Annotated
@@ -48,11 +49,11 @@ def parse_quantity(words: str, units: dict[str, float], example: str) -> float:
         number = words.strip()
         if number.lower().endswith(unit.lower()):
             try:
-                value = float(number[: -len(unit)])
+                value = float(number[: -len(unit)]) * units[unit]
             except ValueError:
                 break
-            if value > 0:
-                return value * units[unit]
+            if 0 < value < math.inf:
+                return value
             break
     raise InputError(f"{words!r} is not a quantity.\nGive a positive one such as {example}.")
 
