@@ -48,7 +48,7 @@ def test_too_many_keys_raise():
 
 def test_inputs_are_cast_alike():
     x, n = torch.ones(2, requires_grad=True), torch.tensor([1])
-    for dtype in (torch.float64, torch.bfloat16, None):
+    for dtype in (torch.float64, torch.bfloat16, torch.complex64, None):
         mine = ours._cast_forward_inputs(dtype, x, [n, {"k": x}], flag=True, y=x)
         theirs = original._cast_forward_inputs(dtype, x, [n, {"k": x}], flag=True, y=x)
         assert mine[0][0].dtype == theirs[0][0].dtype == (dtype or torch.float32)

@@ -199,9 +199,18 @@ def test_cast_reaches_a_packed_sequence() -> None:
     assert torch.equal(data.grad, doubles(1.0, 1.0, 1.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_cast_to_complex_has_a_real_gradient() -> None:
+    x = doubles(1.0, -2.0).requires_grad_()
+    ((y,), _) = cast_call((x,), {}, torch.complex128)
+    assert y.tolist() == [1, -2]
+    ((y * torch.tensor([1 + 2j, 3 - 1j])).real.sum()).backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, doubles(1.0, 3.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
 def test_cast_to_what_has_no_gradient_is_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(InputError, match=f"floating-point dtype, not {dtype}"):
+    with pytest.raises(InputError, match=f"floating-point or complex dtype, not {dtype}"):
         cast_call((doubles(),), {}, dtype)
 
 

@@ -53,7 +53,7 @@ def _cast_forward_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with floating-point tensors in ``dtype``; a tensor given twice is cast once.
 
-    An integer ``dtype`` raises: it would truncate values and has no gradient.
+    An integer or bool ``dtype`` raises, where the original casts: it would truncate values and has no gradient.
     """
     return cast_call(args, kwargs, dtype)
 

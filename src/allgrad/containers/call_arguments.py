@@ -59,10 +59,14 @@ def cast_call(
     """The arguments with floating-point tensors in ``dtype``; None leaves them as they are.
 
     Integer, bool and complex tensors are returned as they are, and so are tensors already in
-    ``dtype``. The cast is differentiable: a gradient has the dtype of the original tensor.
+    ``dtype``. The cast is differentiable: a gradient has the dtype of the original tensor, and of a
+    cast to a complex ``dtype`` it is the real part.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise InputError(f"cast_call: dtype must be a floating-point dtype, not {dtype}.")
+    if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+        raise InputError(
+            f"cast_call: dtype must be a floating-point or complex dtype, not {dtype}.\n"
+            "Others would truncate values, and have no gradient."
+        )
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
