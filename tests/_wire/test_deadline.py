@@ -212,3 +212,26 @@ def test_what_is_no_time_is_refused(given):
 def test_numbers_of_any_kind_are_times(given):
     with ag.deadline(given):
         assert deadline.seconds_allowed() == float(given)
+
+
+def wait_in_a_second_world(path):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with ag.checked():
+        ag.all_reduce(torch.ones(2))
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    if rank == 1:
+        time.sleep(6)
+        return "slept"
+    with ag.deadline(1), pytest.raises(RankLate) as late:
+        ag.all_reduce(torch.ones(2))
+    return next(row for row in str(late.value).split("\n") if "rank 1:" in row)
+
+
+@pytest.mark.timeout(60)
+def test_what_ranks_agreed_on_is_forgotten_with_their_world(tmp_path):
+    rows = run_ranks(wait_in_a_second_world, 3, str(tmp_path / "store"), timeout=40)
+    unused = "  rank 1: has not used this group yet   <- not here"
+    assert [" ".join(row.split()) for row in rows] == [
+        " ".join(row.split()) for row in (unused, "slept", unused)
+    ]

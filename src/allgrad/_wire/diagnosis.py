@@ -17,6 +17,7 @@ import contextlib
 import os
 import socket
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,8 @@ _ON_EVERY_RANK = CollectiveMismatch, RankLate, RankLost, RankRaised
 # Attributes of errors: the group in which others were told, and the calls made on it; true.
 _KNOWN, _INSIDE = "allgrad_known", "allgrad_inside"
 
-_last_agreed: dict[tuple[str, int], Sequence[str]] = {}  # by group and its size, then by rank
+# By process group, then by rank. A group of a later world has the same name.
+_last_agreed: weakref.WeakKeyDictionary[Any, Sequence[str]] = weakref.WeakKeyDictionary()
 _published = False
 
 
@@ -101,7 +103,7 @@ def _register(store: Any, rank: int) -> int:
 
 def remember_agreed(call: Call, by_rank: Sequence[str]) -> None:
     """Keep what the ranks last agreed on, to show it for one that does not come again."""
-    _last_agreed[call.group.name, call.size] = by_rank
+    _last_agreed[call.group.process_group] = by_rank
 
 
 def mark_known(error: BaseException, call: Call) -> None:
@@ -326,7 +328,7 @@ def _present(call: Call, store: Any) -> dict[int, tuple[float, str, str]]:
 
 def _about(call: Call, store: Any, rank: int) -> str:
     """What is known of a rank that does not answer."""
-    last = _last_agreed.get((call.group.name, call.size))
+    last = _last_agreed.get(call.group.process_group)
     after = f"; last agreed on {last[rank]}" if last else ""
     written = read(store, f"allgrad/who/{rank}")
     if not written:
