@@ -16,8 +16,8 @@ from allgrad.testing import run_ranks
 from counting import Counted
 
 
-def run(*words):
-    return CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "120"})
+def run(*words, columns=120):
+    return CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": str(columns)})
 
 
 def test_every_call_and_the_step_in_three_worlds(tmp_path):
@@ -43,6 +43,17 @@ def test_options_replace_entries_of_the_table(tmp_path):
         times[rate] = found["calls"][0]["seconds"]
         assert found["links"]["latency"] == LOOPBACK.latency
     assert times["100Mbit"] > 2 * times["10Gbit"]
+
+
+@pytest.mark.parametrize("columns", [30, 50])
+def test_a_narrow_terminal_shows_every_name_and_number(columns):
+    done = run("--ranks", "16", "--only", "all_gather,reduce_scatter", columns=columns)
+    assert done.exit_code == 0, done.output
+    rows = [line.split("│")[1:-1] for line in done.output.split("\n") if line.startswith("│")]
+    names, calls = ("".join(row[at].strip() for row in rows) for at in (0, 1))
+    assert names.startswith("all_gatherreduce_scatter")
+    assert "gradientsofkeys:reduce_scatter,across_hosts" in calls.replace(" ", "")
+    assert "…" not in done.output
 
 
 @pytest.mark.parametrize(

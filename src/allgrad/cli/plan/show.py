@@ -31,9 +31,11 @@ def calls_table(rows: Sequence[Row]) -> Table:
     sizes = sorted({row.nbytes for row in rows})
     first = rows[0]
     where = f"{first.ranks:,} ranks on {_count(first.hosts, 'host')}"
-    table = Table("", title=f"{where}: algorithm, time, memory of the busiest rank")
+    table = Table(title=f"{where}: algorithm, time, memory of the busiest rank")
+    # On a narrow terminal every column is broken into lines; one alone would vanish.
+    table.add_column("", overflow="fold")
     for nbytes in sizes:
-        table.add_column(in_bytes(nbytes), justify="right", no_wrap=True)
+        table.add_column(in_bytes(nbytes), justify="right", overflow="fold")
     for operation in dict.fromkeys(row.operation for row in rows):
         found = {row.nbytes: row.prediction for row in rows if row.operation == operation}
         cells = [
@@ -48,9 +50,9 @@ def step_table(plans: Sequence[StepPlan], title: str, flops: float | None) -> Ta
     """A step of the loss: its calls, and the sum, for each world."""
     table = Table(title=title)
     table.add_column("ranks", justify="right", no_wrap=True)
-    table.add_column("calls of a rank")
+    table.add_column("calls of a rank", overflow="fold")
     for name in ("bytes of each", "time"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", overflow="fold")
     for plan in plans:
         label = f"{plan.ranks:,}"
         for call in plan.calls:
