@@ -3,12 +3,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO_READY := $(VENV)/.demo-ready
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
 
 .PHONY: demo test lint types suite docs package fuzz setup clean
 
-demo: $(READY)
+demo: $(DEMO_READY)
 	@$(BIN)/python -m allgrad demo
 
 test: lint types suite
@@ -44,9 +45,13 @@ fuzz: $(READY)
 setup: $(READY)
 
 # torch first: with 2.13.0 in place nothing else pulls another build of it.
-$(READY): pyproject.toml
+$(DEMO_READY): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable ".[cli,testing]"
+	@touch $(DEMO_READY)
+
+$(READY): $(DEMO_READY)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $(READY)
 

@@ -102,7 +102,7 @@ def test_options_must_agree(rank, world):
         ({"budget": 1}, "budget=1"),
     ):
         call = partial(clip_loss, GOOD, GOOD, 1.0, **(options if rank == 2 else {}))
-        raises_everywhere(InputError, call, f"{shown}", "<- other options", "ring=None")
+        raises_everywhere(InputError, call, shown, "<- other options", "ring=None")
     smoothing = (0, 0.0, torch.tensor([0.0]))[rank]  # one value
     clip_loss(GOOD, GOOD, 1.0, label_smoothing=smoothing)
 

@@ -222,3 +222,5 @@ def test_a_queue_that_differs_between_ranks_is_noticed(rank, world):
                 raises_everywhere(PieceMismatch, call, "rank 1: ", "checksum", "other queue")
             ag.module_state.sync(queue)
             losses[0]()
+        for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float64):
+            KeyQueue(4, 4, dtype=dtype).push(torch.ones(1, 4))

@@ -209,6 +209,9 @@ def test_bad_input_raises_on_every_rank(rank, world):
     close = torch.tensor(1.00001 if rank == 1 else 1.0)
     call = partial(supcon_loss, *good, margin=close)
     raises_everywhere(PieceMismatch, call, "margin=1.0000", "other options")
+    several = torch.ones(2, 2) if rank == 1 else 0.1
+    call = partial(supcon_loss, *good, margin=several)
+    raises_everywhere(InputError, call, "Give a finite number, or None.", "rank 1: query (2, 4)")
     empty = partial(supcon_loss, q[:0], k[:0], 1.0, ids[:0], ids[:0])
     raises_everywhere(InputError, empty, "no rank has a query and a key")
 

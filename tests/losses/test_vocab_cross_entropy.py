@@ -356,6 +356,9 @@ def test_checked_mode_compares_hidden_but_for_rounding(rank, world, dtype):
         got = cross_entropy(rounded, weight, targets)
         torch.testing.assert_close(got, want, rtol=2 * eps, atol=0)
         assert cross_entropy(hidden * torch.nan, weight, targets).isnan()
+        infinite = hidden.clone()
+        infinite[0, 0, 0] = torch.inf
+        assert not cross_entropy(infinite, weight, targets).isfinite()
         for x in other.values():
             call = partial(cross_entropy, x, weight, targets)
             raises_everywhere(InputError, call, "hidden must be the same on every rank", "<-")

@@ -112,7 +112,7 @@ def test_bad_arguments(rank, world):
 def test_arguments_that_are_no_whole_numbers(rank, world):
     x, held = torch.zeros(3, 2), [3] * world
     for wrong in (True, 1.0, 1.5, None, "1", 2**70):
-        seen = wrong if rank == 1 else "?"  # numbers alone travel
+        seen = repr(wrong) if rank == 1 else "?"  # numbers alone travel
         for at, name in enumerate(("dim", "before", "after")):
             arguments = [1, 1, 1]
             if rank == 1:
@@ -121,10 +121,21 @@ def test_arguments_that_are_no_whole_numbers(rank, world):
             raises_everywhere(
                 InputError, lambda a=arguments: halo_exchange(x, *a), f"{name}={seen}", mark
             )
-        raises_everywhere(InputError, lambda w=wrong: halo_exchange(x, 0, w, 1), f"before={wrong}")
         raises_everywhere(
-            InputError, lambda w=wrong: halo_exchange(x, 0, 1, w, sizes=held), f"after={wrong}"
+            InputError, lambda w=wrong: halo_exchange(x, 0, w, 1), f"before={wrong!r}"
         )
+        raises_everywhere(
+            InputError, lambda w=wrong: halo_exchange(x, 0, 1, w, sizes=held), f"after={wrong!r}"
+        )
+
+
+@pytest.mark.ranks(3)
+def test_a_wrap_that_is_neither_true_nor_false(rank, world):
+    x = torch.zeros(3, 2)
+    wrap = np.array([True, False]) if rank == 1 else True
+    mark = "neither wrapped nor not"
+    raises_everywhere(InputError, lambda: halo_exchange(x, 0, 1, 1, wrap), "wrap=?", mark)
+    assert halo_exchange(x, 0, torch.tensor(1), 1, 1).shape == (5, 2)
 
 
 @pytest.mark.ranks(3)

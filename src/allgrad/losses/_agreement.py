@@ -131,7 +131,8 @@ class _Row(NamedTuple):
 def require(condition: object, error: type[InputError], rule: str, advice: str) -> None:
     """Raise unless a rule about this rank's own arguments holds."""
     if not condition:
-        raise error(f"{rule}\n{advice}")
+        # A line each: what an argument prints may have several.
+        raise error("\n".join(" ".join(text.split()) for text in (rule, advice)))
 
 
 def computed(name: str, agreed: Agreement, group: GroupLike, compute: Callable[[], T]) -> T:
@@ -292,7 +293,8 @@ def _differ(rows: Sequence[_Row], labels: Sequence[str], label: str) -> bool:
     if label not in labels:
         return False
     column = labels.index(label)
-    return len({row.same[column] for row in rows if column < len(row.same)}) > 1
+    compared = (row.same for row in rows if row.error is None)
+    return len({same[column] for same in compared if column < len(same)}) > 1
 
 
 def exchange_texts(text: str, group: GroupLike, device: torch.device) -> list[list[str]]:

@@ -162,5 +162,6 @@ def _check_options(
         raise InputError(
             f"{name}: ring={ring!r}.\nGive True or False, or None to let the budget decide."
         )
-    if not isinstance(budget, Real) or not float(budget) >= 0:
+    number_of_bytes: Any = budget
+    if not isinstance(budget, Real) or not number_of_bytes >= 0:
         raise InputError(f"{name}: budget={budget!r}.\nGive a number of bytes.")

@@ -152,7 +152,9 @@ def plain_number(x: object) -> object:
     if type(x) is float:
         return x
     try:
-        return float(x) if isinstance(x, (Real, Tensor)) else x
+        if isinstance(x, Tensor):
+            return float(x.detach())
+        return float(x) if isinstance(x, Real) else x
     except (RuntimeError, TypeError, ValueError, OverflowError):  # several, unreadable, too large
         return x
 

@@ -63,8 +63,8 @@ class Chunk(Generic[T]):
 def parts_of(x: Tensor, sizes: int | Sequence[int]) -> Sequence[Tensor]:
     """``x`` split along dim 0, and as it is if that is one part.
 
-    Backward of a split joins its parts, which autocast refuses for the other dtype of 16 bits
-    (test_backward_under_autocast_to_the_other_16_bits).
+    Backward of a split joins its parts. Under autocast to the other dtype of 16 bits torch refuses that,
+    which spares batches of one part (test_backward_under_autocast_to_the_other_16_bits).
     """
     is_one = len(sizes) == 1 if not isinstance(sizes, int) else len(x) <= sizes
     parts: Sequence[Tensor] = [x] if is_one else x.split(sizes)

@@ -83,7 +83,8 @@ def require_alike(name: str, which: str, x: Tensor, group: GroupLike) -> None:
         return
     matrix = x.detach().reshape(-1, x.shape[-1])
     signs = [torch.arange(1, n + 1, device=x.device).float().cos() for n in matrix.shape]
-    projected = (matrix @ signs[1].to(x.dtype)).double() @ signs[0].double()
+    shrunk = signs[1] / len(signs[1]) ** 0.5  # or a product may be too large for float16
+    projected = (matrix @ shrunk.to(x.dtype)).double() @ signs[0].double() * len(signs[1]) ** 0.5
     own = torch.stack([projected, torch.linalg.vector_norm(matrix, dtype=torch.float64)])
     found = all_gather(own[None], sizes="equal", group=group, grad="none").tolist()
     usual, norm = sorted(found, key=lambda one: (math.isnan(one[0]), one))[len(found) // 2]
@@ -98,7 +99,9 @@ def require_alike(name: str, which: str, x: Tensor, group: GroupLike) -> None:
 
 
 def _near(value: float, usual: float, norm: float) -> bool:
-    return math.isnan(value) if math.isnan(usual) else abs(value - usual) <= _NEAR * norm
+    if math.isfinite(value) and math.isfinite(usual):
+        return abs(value - usual) <= _NEAR * norm
+    return repr(value) == repr(usual)  # infinite or no number on both
 
 
 def _read(words: list[int], count: int, sender: int) -> list[str]:

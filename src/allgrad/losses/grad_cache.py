@@ -16,10 +16,10 @@ from allgrad._wire.consistency import refuse
 from allgrad.collectives.all_gather import gather_sizes
 from allgrad.errors import InputError, rank_table
 from allgrad.losses._feature_checks import number
-from allgrad.losses._late_gradients import LateGradients
+from allgrad.losses._loss_parameters import LossParameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from allgrad.types import GroupLike
 
@@ -75,7 +75,7 @@ def grad_cache_step(
     extra = most - len(micro_batches)
     called = (encode, *models)
     wrapped = [m for m in called if hasattr(m, "no_sync")]
-    _check_modes(wrapped, most, group)
+    _check_modes(wrapped, group)
     modules = [m for m in called if isinstance(m, nn.Module)]
     buffers = _Buffers(modules)
     devices = _devices()
@@ -96,7 +96,7 @@ def grad_cache_step(
     joined = _join(outputs, is_scalar)
     value = joined.call(loss)
     _check_loss(value, backward, group)
-    with LateGradients(wrapped) as late:
+    with LossParameters(wrapped) as parameters:
         backward(value)
     gradients = _split_gradients(joined, outputs, is_scalar)
 
@@ -117,7 +117,8 @@ def grad_cache_step(
                 if number < last:
                     again.backward(gradients[number])
                 else:
-                    again.backward(late.complete(again.tensors, gradients[last]), late.found)
+                    found = parameters.complete(again.tensors, gradients[last])
+                    again.backward(found, parameters.zeros())
     return value.detach()
 
 
@@ -176,15 +177,12 @@ def _refuse(rule: str, advice: str, group: GroupLike) -> NoReturn:
     refuse(resolve("grad_cache_step", group), error)
 
 
-def _check_modes(wrapped: Sequence[Any], most: int, group: GroupLike) -> None:
+def _check_modes(wrapped: Sequence[Any], group: GroupLike) -> None:
     if not torch.is_grad_enabled():
         _refuse("grad mode is off.", "Call it outside of torch.no_grad().", group)
-    if most > 1 and any(getattr(m, "static_graph", False) for m in wrapped):
-        _refuse(
-            "DDP with static_graph=True takes one backward in each step.",
-            "Leave out static_graph=True, or give each rank one micro-batch.",
-            group,
-        )
+    if any(getattr(m, "static_graph", False) for m in wrapped):
+        rule = "DDP with static_graph=True takes one backward in each step."
+        _refuse(rule, "Leave out static_graph=True.", group)
 
 
 def _check_loss(value: object, backward: object, group: GroupLike) -> None:
@@ -242,15 +240,15 @@ class _Output:
         return loss(**dict(zip(self.names, self.tensors, strict=True)))
 
     def backward(
-        self, gradients: Sequence[Tensor | None], more: Mapping[Tensor, Tensor] | None = None
+        self, gradients: Sequence[Tensor | None], more: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> None:
-        """Run backward from the outputs with these gradients, and from ``more`` leaves with theirs."""
+        """Run backward from the outputs with these gradients, and from ``more`` tensors with theirs."""
         pairs = [
             (x, g)
             for x, g in zip(self.tensors, gradients, strict=True)
             if g is not None and x.requires_grad
         ]
-        pairs += (more or {}).items()
+        pairs += more
         if pairs:
             torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
 

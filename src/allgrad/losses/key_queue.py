@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from allgrad._core.held_group import HoldsGroup
 from allgrad._wire.consistency import is_checking
+from allgrad._wire.groups import find_group
 from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import InputError, ModeError, PieceMismatch
 from allgrad.losses._agreement import CallSpec, agree, no_values, require
@@ -57,10 +58,10 @@ class _Queued:
 
 
 def _checksum(x: Tensor) -> int:
-    """Of the bytes, and in which row they are."""
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
-    rows = x.contiguous().view(whole).reshape(len(x), -1).sum(1, dtype=torch.int64)
-    return int((rows * torch.arange(1, len(x) + 1, device=x.device)).sum())
+    """Of the bytes, and of their places."""
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(x.dtype.itemsize, torch.int64)
+    flat = x.contiguous().view(whole).reshape(-1)
+    return int((flat * torch.arange(1, len(flat) + 1, device=x.device)).sum())
 
 
 def check_queue(queue: object, features: Tensor) -> None:
@@ -134,7 +135,10 @@ class KeyQueue(HoldsGroup, _Queued, nn.Module):
 
     def _state(self) -> str:
         """``spec``, and whether it is full. Not the count, with which no push would be like the one before."""
-        is_full = not self.features.is_meta and int(self.count) == self.capacity
+        alone = (
+            find_group("KeyQueue.push", self.group).size == 1
+        )  # and need not wait for its device
+        is_full = not alone and not self.features.is_meta and int(self.count) == self.capacity
         return f"{self.spec()}, {'full' if is_full else 'not full'}"
 
     def extra_repr(self) -> str:

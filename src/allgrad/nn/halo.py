@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 from torch.nn.functional import pad
 
@@ -57,10 +57,10 @@ def halo_exchange(
     """
     require_tensors("halo_exchange", group, x=x)
     place = find_place("halo_exchange", group)
-    halo = _Halo(before, after, bool(wrap))
+    halo = _Halo(before, after, _truth(wrap))
     sizes = lengths_along("halo_exchange", x, dim, sizes, group, halo=halo)
     before, after, dim = _whole(before), _whole(after), _whole(dim) % x.dim()
-    ahead, behind = _neighbours(sizes, wrap)
+    ahead, behind = _neighbours(sizes, bool(wrap))
     given = [max(before * (r in behind), after * (r in ahead)) for r in range(place.world)]
     short = {r: f"gives {n}" for r, n in enumerate(given) if sizes[r] < n}
     if short:
@@ -113,11 +113,20 @@ _NOT_WHOLE = -(2**63)  # what a rank tells of an argument that is no whole numbe
 
 
 def _whole(number: object) -> int:
-    """The number as an int, or ``_NOT_WHOLE``: of True and of 1.0 too, as in torch."""
-    if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
+    """The number as an int; ``_NOT_WHOLE`` for anything else, also for True and 1.0."""
+    try:
+        found = _NOT_WHOLE if isinstance(number, bool) else operator.index(number)  # type: ignore[arg-type]
+    except Exception:  # noqa: BLE001  no rank may wait for this one
         return _NOT_WHOLE
-    found = number if isinstance(number, int) else int(number)
     return found if abs(found) < 2**63 else _NOT_WHOLE
+
+
+def _truth(wrap: object) -> int:
+    """1 or 0; ``_NOT_WHOLE`` for what is neither, as several numbers."""
+    try:
+        return int(bool(wrap))
+    except Exception:  # noqa: BLE001  no rank may wait for this one
+        return _NOT_WHOLE
 
 
 class _Halo(NamedTuple):
@@ -125,7 +134,7 @@ class _Halo(NamedTuple):
 
     before: int = 0
     after: int = 0
-    wrap: bool = False
+    wrap: int = 0
 
 
 class _Facts(NamedTuple):
@@ -138,14 +147,14 @@ class _Facts(NamedTuple):
 
     @classmethod
     def of_row(cls, row: Sequence[int]) -> _Facts:
-        halo = _Halo(row[2], row[3], bool(row[4]))
+        halo = _Halo(row[2], row[3], row[4])
         return cls(row[0], row[1], halo, tuple(row[5 : 5 + row[0]]))
 
     def row(self) -> list[int]:
         return [
             self.dims,
             *map(_whole, self.numbers()),
-            int(self.halo.wrap),
+            self.halo.wrap,
             *self.shape,
             *[0] * 16,
         ][:21]
@@ -154,8 +163,9 @@ class _Facts(NamedTuple):
         return self.dim, self.halo.before, self.halo.after
 
     def __str__(self) -> str:
-        dim, before, after = ("?" if n == _NOT_WHOLE else n for n in self.numbers())
-        return f"{self.shape}, dim={dim}, before={before}, after={after}, wrap={self.halo.wrap}"
+        dim, before, after = ("?" if n == _NOT_WHOLE else repr(n) for n in self.numbers())
+        wrap = {0: "False", 1: "True"}.get(self.halo.wrap, "?")
+        return f"{self.shape}, dim={dim}, before={before}, after={after}, wrap={wrap}"
 
     def problem(self) -> str | None:
         dim, before, after = map(_whole, self.numbers())
@@ -163,6 +173,8 @@ class _Facts(NamedTuple):
             return f"no dim from {-self.dims} to {self.dims - 1}"
         if _NOT_WHOLE in {before, after}:
             return "no whole number"
+        if self.halo.wrap == _NOT_WHOLE:
+            return "neither wrapped nor not"
         return "shorter than nothing" if min(before, after) < 0 else None
 
     def alike(self) -> tuple[object, ...]:

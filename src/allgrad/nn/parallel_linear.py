@@ -96,7 +96,10 @@ class _ParallelLinear(HoldsGroup, nn.Module):
         require_own_piece(name, self.group, self.sizes, held, sends=sends)
         dtype, shown = self.weight.dtype, type(x).__name__
         if isinstance(x, Tensor):
-            cast = x.is_floating_point() and torch.is_autocast_enabled(x.device.type)
+            # meta has no autocast
+            cast = (
+                x.is_floating_point() and not x.is_meta and torch.is_autocast_enabled(x.device.type)
+            )
             if x.dim() and x.shape[-1] == features and (x.dtype == dtype or cast):
                 return
             shown = f"{tuple(x.shape)} {x.dtype}"
