@@ -58,7 +58,7 @@ def global_loss(
     """
     smoothing = plain_number(label_smoothing)
     # Of other types there are errors, below.
-    is_valid = (ring is None or isinstance(ring, bool)) and isinstance(budget, int)
+    is_valid = (ring is None or isinstance(ring, bool)) and isinstance(budget, (int, float))
     if is_valid and isinstance(smoothing, float) and smoothing == 0:
         found = loss_of_one_rank(
             name,

@@ -51,9 +51,7 @@ class TensorSpec(NamedTuple):
     given: Given
     dtype: torch.dtype | None = None  # None for a dtype that cannot be named in a message
     shape: tuple[int, ...] = ()
-    value: float = (
-        0.0  # of a scalar that is not finite; 0 also if reading it would wait for the device
-    )
+    value: float = 0.0  # of a scalar, 0 if reading it would wait for the device; sent if not finite
     device: tuple[str, int] = ("", -1)  # type and index
 
     @staticmethod

@@ -52,10 +52,9 @@ def grad_cache_step(
 
     ``models`` are the modules that ``encode`` calls (``encode`` itself is recognised). DDP modules
     synchronise their gradients once, in the last micro-batch, also those of parameters that only
-    ``loss`` uses. Buffers are set back before step 3, so
-    that the statistics of batch norm move once, and random numbers are replayed, so that step 3 has
-    the same dropout as step 1. Layers that depend on the whole batch, such as batch norm, see single
-    micro-batches.
+    ``loss`` uses. Buffers are set back before step 3, so that the statistics of batch norm move once,
+    and random numbers are replayed, so that step 3 has the same dropout as step 1. Layers that depend
+    on the whole batch, such as batch norm, see single micro-batches.
 
     Ranks may have different numbers of micro-batches of any sizes, but each needs at least one, which
     may be empty. A rank with fewer than others encodes its last one again, with a gradient of zero
