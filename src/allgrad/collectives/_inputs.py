@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from allgrad._autograd.async_calls import DoneHandle, Handle, start
 from allgrad._autograd.transforms import apply, has_only_shape
 from allgrad._core import reductions
+from allgrad._core.dtensor import is_dtensor
 from allgrad._wire import handshake
 from allgrad._wire.calls import Call, describe_shapes, shapes_of_graph
 from allgrad._wire.consistency import refuse
@@ -220,7 +221,7 @@ def _check_tensor(name: str, x: Tensor) -> None:
     plain = type(x) in _PLAIN_TYPES and x.layout is torch.strided
     if plain and x.dtype in _KNOWN_DTYPES and not x.is_nested and x.dim() <= handshake.MAX_DIMS:
         return
-    if hasattr(x, "device_mesh"):
+    if is_dtensor(x):
         raise TensorError(f"{name}: x is a DTensor.\nGive its local piece, x.to_local().")
     if x.is_nested:
         raise TensorError(

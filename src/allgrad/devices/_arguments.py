@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from allgrad._core.dtensor import is_dtensor
 from allgrad._core.partition import even
 from allgrad.errors import InputError, PieceMismatch, SizesError, TensorError
 
@@ -74,7 +75,7 @@ def check_list(caller: str, name: str, given: object) -> list[Any]:
 
 def why_not_dense(x: Tensor) -> str | None:
     """Why a tensor cannot be split, joined and packed; None if it can."""
-    if hasattr(x, "device_mesh"):
+    if is_dtensor(x):
         return "a DTensor"
     if x.is_nested:
         return "nested"

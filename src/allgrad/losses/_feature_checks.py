@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, overload
 import torch
 from torch import Tensor
 
+from allgrad._core.dtensor import is_dtensor
 from allgrad.errors import InputError, PieceMismatch, TensorError
 from allgrad.losses._agreement import require
 from allgrad.losses._below_transforms import in_vmap
-from allgrad.losses._rank_args import FLOATING, is_dtensor
+from allgrad.losses._rank_args import FLOATING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -92,13 +92,13 @@ def exchange_args(
     if call.size == 1:
         return _check_alone(name, own)
     words, history = own.encode(), history_of(call.group)
-    if not is_changed and may_be_expected():
-        found = as_expected(history, words, call.rank, group)
-        if found is not None:
-            return _of_all_ranks(Agreement.expected(call.rank, words, found, history))
     # On a device that every rank has, wherever its features are.
     message_device = call.group.message_device(device or torch.device("cpu"))
     try:
+        if not is_changed and may_be_expected():
+            found = as_expected(history, words, call.rank, group)
+            if found is not None:
+                return _of_all_ranks(Agreement.expected(call.rank, words, found, history))
         received = _gather_rows(words, group, message_device)
     except BaseException:
         history.forget()

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from allgrad._core.dtensor import is_dtensor
 from allgrad._wire.codec import DTYPES, Reader, Writer, dtype_name
 from allgrad.losses._kind import LossKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["FLOATING", "GradNeeds", "RankArgs", "TensorSpec", "is_dtensor"]
+__all__ = ["FLOATING", "GradNeeds", "RankArgs", "TensorSpec"]
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OPTIONS_BYTES = 7  # of the digest of a call's options
@@ -30,11 +31,6 @@ _ROW_WORDS = 5 + (_MAX_FEATURES + _MAX_SCALARS) * _SPEC_WORDS
 Given: TypeAlias = Literal["tensor", "none", "other", "DTensor"]
 _GIVEN: tuple[Given, ...] = ("tensor", "none", "other", "DTensor")
 _DEVICES = ("", "cpu", "cuda", "meta", "xpu", "mps", "hpu")  # types; "" is any other
-
-
-def is_dtensor(x: object) -> bool:
-    """Tell whether each rank holds a piece of it only, as of a parameter under FSDP2."""
-    return hasattr(x, "device_mesh") and hasattr(x, "placements")
 
 
 class GradNeeds(IntFlag):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from allgrad._core.dtensor import is_dtensor
 from allgrad._core.partition import as_bytes, real_memory
 from allgrad._wire.codec import DTYPES, dtype_name
 from allgrad.module_state._entries import is_numpy_number, tensors_and_others
@@ -84,7 +85,7 @@ def why_unreadable(x: Tensor, *, writing: bool) -> str | None:
         return "not dense"
     if x.is_quantized or x.dtype not in _DTYPES:
         return "of a dtype that cannot be read as bytes"
-    if hasattr(x, "__tensor_flatten__") and not _is_dtensor(x):
+    if hasattr(x, "__tensor_flatten__") and not is_dtensor(x):
         return f"made of other tensors ({type(x).__name__})"
     if not _has_memory(x):
         return "without memory: it was freed, or the values are kept elsewhere"
@@ -141,7 +142,7 @@ def local_piece(x: Tensor) -> Tensor:
     """The plain tensor with this rank's part of ``x``, in the same memory."""
     if type(x) in _PLAIN:
         return x
-    if _is_dtensor(x):
+    if is_dtensor(x):
         piece: Tensor = x.to_local()  # type: ignore[attr-defined]
         return piece
     return x.detach().as_subclass(Tensor)
@@ -156,7 +157,7 @@ def _value_hash(x: Tensor) -> str:
 
 
 def _has_memory(x: Tensor) -> bool:
-    if _is_dtensor(x):
+    if is_dtensor(x):
         with torch.no_grad():  # otherwise to_local does not wait for a piece that is on its way
             x = local_piece(x)
     try:
@@ -165,16 +166,12 @@ def _has_memory(x: Tensor) -> bool:
         return False
 
 
-def _is_dtensor(x: Tensor) -> bool:
-    return hasattr(x, "device_mesh") and hasattr(x, "placements")
-
-
 def _piece(x: Any) -> str:
     """Which piece of a DTensor this rank holds, without the mesh axes that replicate it.
 
     Equal on ranks that hold the same piece, whatever their meshes.
     """
-    if not _is_dtensor(x):
+    if not is_dtensor(x):
         return ""
     coordinate = x.device_mesh.get_coordinate()
     if coordinate is None:

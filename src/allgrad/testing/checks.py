@@ -271,20 +271,13 @@ def _objective(results: Sequence[Tensor], rank: int) -> Tensor:
 def _tensors(check: str, result: object, group: ProcessGroup | None) -> list[Tensor]:
     """The tensors that a function returned; raises on every rank if it returned others on some."""
     found = _listed(result)
-    odd = [type(x).__name__ for x in found if not isinstance(x, Tensor)]
-    rows = _gather_rows(torch.tensor([len(odd)], dtype=torch.float64, device="cpu"), group)
-    bad = {rank: "not tensors" for rank, count in enumerate(rows[:, 0].tolist()) if count}
-    if bad:
-        returned = ["other values" if rank in bad else "tensors" for rank in range(len(rows))]
-        returned[rank_of(group)] = ", ".join(odd) or "tensors"
-        raise TensorError(
-            rank_table(
-                f"{check}: a function must return a tensor, or a tuple of tensors.",
-                returned,
-                bad,
-                "Return what is to be differentiated.",
-            )
-        )
+    _refuse_everywhere(
+        [type(x).__name__ for x in found if not isinstance(x, Tensor)],
+        f"{check}: a function must return a tensor, or a tuple of tensors.",
+        ("not tensors", "other values", "tensors"),
+        "Return what is to be differentiated.",
+        group,
+    )
     return found
 
 
@@ -339,20 +332,30 @@ def _gather_rows(row: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _require_exact(check: str, inputs: Sequence[Tensor], group: ProcessGroup | None) -> None:
-    own = [f"{x.dtype}".removeprefix("torch.") for x in inputs if _coarse(x)]
+    _refuse_everywhere(
+        [f"{x.dtype}".removeprefix("torch.") for x in inputs if _coarse(x)],
+        f"{check}: inputs that require grad must be float64 or complex128.",
+        ("too coarse", "coarser inputs", "exact"),
+        "Differences in a coarser dtype are too inexact; pass x.double().",
+        group,
+    )
+
+
+def _refuse_everywhere(
+    own: Sequence[str],
+    rule: str,
+    words: tuple[str, str, str],
+    advice: str,
+    group: ProcessGroup | None,
+) -> None:
+    """Raise on every rank if one has something odd: a mark for it, what others show of it, and of none."""
+    mark, odd, none = words
     rows = _gather_rows(torch.tensor([len(own)], dtype=torch.float64, device="cpu"), group)
-    bad = {rank: "too coarse" for rank, count in enumerate(rows[:, 0].tolist()) if count}
+    bad = {rank: mark for rank, count in enumerate(rows[:, 0].tolist()) if count}
     if bad:
-        found = ["coarser inputs" if rank in bad else "exact" for rank in range(len(rows))]
-        found[rank_of(group)] = ", ".join(own) or "exact"
-        raise TensorError(
-            rank_table(
-                f"{check}: inputs that require grad must be float64 or complex128.",
-                found,
-                bad,
-                "Differences in a coarser dtype are too inexact; pass x.double().",
-            )
-        )
+        shown = [odd if rank in bad else none for rank in range(len(rows))]
+        shown[rank_of(group)] = ", ".join(own) or none
+        raise TensorError(rank_table(rule, shown, bad, advice))
 
 
 def _coarse(x: Tensor) -> bool:
