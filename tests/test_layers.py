@@ -18,19 +18,22 @@ PACKAGES = (
 )
 # Differentiation knows nothing of how bytes move; only lockstep tells other ranks of an error.
 CALCULUS = {"adjoint_pair.py", "transforms.py", "backward_order.py", "async_calls.py"}
+# The packages inside losses, from the bottom up.
+INSIDE_LOSSES = ("_tiles", "_arguments", "_pairs", "_rows", "_graphs")
 BASELINES = {"cli/bench/baselines.py", "cli/bench/algorithms.py"}
 
 
-def imported(path):
-    """The allgrad modules that a file imports."""
+def imported(path, within="allgrad"):
+    """What a file imports from a package: its modules and packages."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            if node.module == "allgrad":
+            if node.module == within:
                 yield from (alias.name for alias in node.names)
-            elif node.module.startswith("allgrad."):
-                yield node.module.split(".")[1]
+            elif node.module.startswith(f"{within}."):
+                yield node.module.removeprefix(f"{within}.").split(".")[0]
         elif isinstance(node, ast.Import):
-            yield from (a.name.split(".")[1] for a in node.names if a.name.startswith("allgrad."))
+            names = (a.name for a in node.names if a.name.startswith(f"{within}."))
+            yield from (name.removeprefix(f"{within}.").split(".")[0] for name in names)
 
 
 FILES = sorted(p for p in SRC.rglob("*.py") if p != SRC / "__init__.py")
@@ -44,6 +47,15 @@ def test_imports_point_down(path):
         assert name in PACKAGES, f"{path} imports {name} from the top of the package"
         assert PACKAGES.index(name) <= PACKAGES.index(own), f"{own} imports {name} above it"
         assert not (name == "_wire" and own == "_autograd" and path.name in CALCULUS)
+
+
+@pytest.mark.parametrize("package", INSIDE_LOSSES)
+def test_imports_inside_losses_point_down(package):
+    below = INSIDE_LOSSES[: INSIDE_LOSSES.index(package)]
+    files = sorted((SRC / "losses" / package).glob("*.py"))
+    assert files
+    found = {name for path in files for name in imported(path, "allgrad.losses")}
+    assert {*INSIDE_LOSSES} & found <= {*below, package}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 import allgrad as ag
 from allgrad import losses
 from allgrad.errors import ModeError, PieceMismatch
-from allgrad.losses import _graph_op
+from allgrad.losses._graphs import graph_op
 from counting import Counted
 from exactness import random
 
@@ -64,13 +64,13 @@ def test_every_loss_equals_the_eager_one(rank):
     compiled = torch.compile(every_loss, fullgraph=True, backend="aot_eager")
     used = every_loss if rank == 0 else compiled
     for detached in ((), (1,) if rank == 2 else (0,)):  # a rank without a gradient takes part
-        for _ in range(4):  # from then on the losses are expected (_expected_calls)
+        for _ in range(4):  # from then on the losses are expected (expected_calls)
             step(every_loss, rank, queue, detached=detached)
         want = step(every_loss, rank, queue, detached=detached)
         got = step(used, rank, queue, detached=detached)
         assert got[2] == want[2]
         torch.testing.assert_close(got[:2], want[:2], rtol=1e-13, atol=1e-13)
-    assert not _graph_op._graphs
+    assert not graph_op._graphs
 
 
 @pytest.mark.ranks(3, timeout=230)
@@ -209,10 +209,10 @@ def test_graph_dropped_without_backward_is_freed():
     compiled = torch.compile(losses.siglip_loss, fullgraph=True, backend="aot_eager")
     loss = compiled(q, k, scale)
     gc.collect()
-    assert len(_graph_op._graphs) == 1
+    assert len(graph_op._graphs) == 1
     del loss
     gc.collect()
-    assert not _graph_op._graphs
+    assert not graph_op._graphs
     with torch.no_grad():
         assert not compiled(q, k, scale).requires_grad
-    assert not _graph_op._graphs
+    assert not graph_op._graphs

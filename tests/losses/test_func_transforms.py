@@ -8,7 +8,6 @@ import allgrad as ag
 from allgrad.errors import ModeError
 from allgrad.losses import (
     KeyQueue,
-    _relations,
     cross_entropy,
     maxsim,
     maxsim_loss,
@@ -18,6 +17,7 @@ from allgrad.losses import (
     supcon_loss,
     vocab_cross_entropy,
 )
+from allgrad.losses._rows import relations
 from exactness import random
 from losses.samples import features, ids_of
 from refusals import raises_everywhere
@@ -124,7 +124,7 @@ CASES = {
 
 
 def small_chunks(patch):
-    patch.setattr(_relations, "TILE", (2, 3))
+    patch.setattr(relations, "TILE", (2, 3))
     patch.setattr(maxsim, "TILE", (2, 3))
     patch.setattr(vocab_cross_entropy, "CHUNK_BYTES", 2 * ROWS * 8)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from allgrad.errors import InputError, PieceMismatch
-from allgrad.losses import KeyQueue, _relations, info_nce_loss, multiple_negatives_loss, reference
+from allgrad.losses import KeyQueue, info_nce_loss, multiple_negatives_loss, reference
+from allgrad.losses._rows import relations
 from exactness import leaf, place, random
 from losses.kept_memory import largest_kept
 from losses.samples import COUNTS, check_loss, features, ids_of
@@ -61,7 +62,7 @@ def check(group, kind, symmetric, with_ids=False, queued=True, margin=None, redu
 
 def check_all(group):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_relations, "TILE", (2, 3))
+        patch.setattr(relations, "TILE", (2, 3))
         for symmetric in (False, True):
             check(group, "ragged", symmetric)
             check(group, "ragged", symmetric, queued=False, reduction="sum")
@@ -118,7 +119,7 @@ def test_equals_sentence_transformers(symmetric):
 def test_no_matrix_of_scores_is_kept():
     q, k = (leaf(torch.cat(features((300,), seed))) for seed in (1, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_relations, "TILE", (32, 64))
+        patch.setattr(relations, "TILE", (32, 64))
         for order in (1, 2):
             run = partial(multiple_negatives_loss, q, k, 5.0, symmetric=True, margin=0.1)
             assert largest_kept(run, (q, k), order) <= 32 * 64

@@ -8,13 +8,13 @@ import torch
 from allgrad.errors import InputError, PieceMismatch, TensorError
 from allgrad.losses import (
     KeyQueue,
-    _relations,
     multiple_negatives_loss,
     reference,
     siglip_loss,
     sigmoid_supcon_loss,
     supcon_loss,
 )
+from allgrad.losses._rows import relations
 from exactness import leaf, place, random
 from losses.kept_memory import largest_kept
 from losses.samples import COUNTS, check_loss, features, ids_of
@@ -73,7 +73,7 @@ def check(group, sigmoid, kind, reduction="mean", margin=None, weighted=False, q
 
 def check_all(group):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_relations, "TILE", (2, 3))
+        patch.setattr(relations, "TILE", (2, 3))
         for sigmoid in (False, True):
             for kind in COUNTS:
                 check(group, sigmoid, kind)
@@ -151,7 +151,7 @@ def test_no_matrix_of_scores_is_kept():
     q, k = (leaf(torch.cat(features((300,), seed))) for seed in (1, 2))
     ids = torch.arange(300) % 40
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_relations, "TILE", (32, 64))
+        patch.setattr(relations, "TILE", (32, 64))
         for loss in (supcon_loss, sigmoid_supcon_loss):
             for order in (1, 2):
                 assert largest_kept(partial(loss, q, k, 5.0, ids, ids), (q, k), order) <= 32 * 64

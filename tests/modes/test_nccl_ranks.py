@@ -171,3 +171,46 @@ def test_losses_and_two_derivatives(name, ring, world):
             for x, y in zip(more, want, strict=True):
                 own = y.detach().split(list(counts))[rank]
                 torch.testing.assert_close(x, own, rtol=1e-10, atol=1e-12)
+
+
+def changing_batch(name, counts, step, rank=None):
+    """Another batch in each step."""
+    return [(x.detach() * (1 + step / 8)).requires_grad_() for x in batch(name, counts, rank)]
+
+
+def loop_on_ranks(name, counts):
+    """Gradients of each step of a loop that finds the sizes out, and its calls."""
+    rank, (loss, _, more) = dist.get_rank(), LOSSES[name]
+    found = []
+    for step, held in enumerate(counts):
+        made = changing_batch(name, held, step, rank)
+        inputs = [x.detach().cuda().requires_grad_() for x in made]
+        with Counted() as calls:
+            value = loss(*inputs, **more)
+            value.backward()
+        found.append(([x.detach().cpu() for x in (value, *(y.grad for y in inputs))], len(calls)))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", ["clip", "siglip", "info_nce"])
+def test_a_loop_of_losses_that_find_sizes_out(name, world):
+    """From the fourth equal step on, what the ranks compare travels with the keys; then they change."""
+    equal, ragged = PAIRS["equal"][:world], PAIRS["ragged"][:world]
+    counts = (*[equal] * 5, ragged, equal)
+    found = run_ranks(loop_on_ranks, world, name, counts, backend="nccl", timeout=100)
+    for step, held in enumerate(counts):
+        inputs = changing_batch(name, held, step)
+        LOSSES[name][1](*inputs).backward()
+        (value, *_), _ = found[0][step]
+        want = LOSSES[name][1](*(x.detach() for x in inputs))
+        torch.testing.assert_close(value, want, rtol=1e-10, atol=1e-12)
+        for rank, by_step in enumerate(found):
+            (_, *gradients), calls = by_step[step]
+            assert calls == 3 or step not in {3, 4}
+            for got, x in zip(gradients[:2], inputs[:2], strict=True):
+                own = world * x.grad.split(list(held))[rank]
+                torch.testing.assert_close(got, own, rtol=1e-10, atol=1e-12)
+        for i, x in enumerate(inputs[2:]):
+            parts = sum(by_step[step][0][3 + i] for by_step in found) / world
+            torch.testing.assert_close(parts, x.grad, rtol=1e-10, atol=1e-12)

@@ -15,7 +15,7 @@ from allgrad._wire.calls import resolve
 from allgrad._wire.consistency import refuse
 from allgrad.collectives.all_gather import gather_sizes
 from allgrad.errors import InputError, rank_table
-from allgrad.losses._feature_checks import number
+from allgrad.losses._arguments.feature_checks import number
 from allgrad.losses._loss_parameters import LossParameters
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from allgrad._core.held_group import HoldsGroup
-from allgrad.losses._arguments import BUDGET, GradReduction, global_loss
-from allgrad.losses._in_graphs import in_graphs
+from allgrad.losses._graphs.in_graphs import in_graphs
 from allgrad.losses._kind import LossKind
+from allgrad.losses._pairs.global_loss import BUDGET, GradReduction, global_loss
 
 if TYPE_CHECKING:
     from allgrad.types import GroupLike, Sizes

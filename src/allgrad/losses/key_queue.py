@@ -14,9 +14,9 @@ from allgrad._wire.consistency import is_checking
 from allgrad._wire.groups import find_group
 from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import InputError, ModeError, PieceMismatch
-from allgrad.losses._agreement import CallSpec, agree, no_values, require
-from allgrad.losses._feature_checks import check_features, check_per_row, require_device
-from allgrad.losses._relations import Keys
+from allgrad.losses._arguments.agreement import CallSpec, agree, no_values, require
+from allgrad.losses._arguments.feature_checks import check_features, check_per_row, require_device
+from allgrad.losses._rows.relations import Keys
 
 if TYPE_CHECKING:
     from allgrad.types import GroupLike
@@ -147,9 +147,9 @@ class KeyQueue(HoldsGroup, _Queued, nn.Module):
     def push(self, key: Tensor, ids: Tensor | None = None) -> None:
         """Append the keys of all ranks in rank order, and drop the oldest. In a graph, a graph break."""
         if torch.compiler.is_compiling():
-            from allgrad.losses import _graph_breaks
+            from allgrad.losses._graphs import graph_breaks
 
-            _graph_breaks.run_push(self._push, key, ids)
+            graph_breaks.run_push(self._push, key, ids)
         else:
             self._push(key, ids)
 

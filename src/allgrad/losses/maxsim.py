@@ -10,21 +10,22 @@ import torch
 from torch import Tensor
 
 from allgrad.errors import InputError, ModeError, PieceMismatch, TensorError
-from allgrad.losses._agreement import CallSpec, agree_and, no_values, require
-from allgrad.losses._below_transforms import below_transforms
-from allgrad.losses._computed_on import computed_on
-from allgrad.losses._feature_checks import (
+from allgrad.losses._arguments.agreement import CallSpec, agree_and, no_values, require
+from allgrad.losses._arguments.feature_checks import (
     check_number,
     check_options,
     number,
     options_text,
     require_device,
 )
-from allgrad.losses._global_mean import GlobalMean
-from allgrad.losses._in_graphs import in_graphs
-from allgrad.losses._packed import Packing, Part
-from allgrad.losses._rank_args import FLOATING
-from allgrad.losses._row_losses import (
+from allgrad.losses._arguments.packed import Packing, Part
+from allgrad.losses._arguments.rank_args import FLOATING
+from allgrad.losses._arguments.same_numbers import compared_numbers
+from allgrad.losses._below_transforms import below_transforms
+from allgrad.losses._computed_on import computed_on
+from allgrad.losses._graphs.in_graphs import in_graphs
+from allgrad.losses._rows.global_mean import GlobalMean
+from allgrad.losses._rows.row_losses import (
     MASKED,
     Chunk,
     parts_of,
@@ -32,14 +33,13 @@ from allgrad.losses._row_losses import (
     terms_of,
     weighted_sums,
 )
-from allgrad.losses._same_numbers import compared_numbers
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from allgrad.losses._agreement import Agreement
-    from allgrad.losses._arguments import GradReduction
+    from allgrad.losses._arguments.agreement import Agreement
+    from allgrad.losses._pairs.global_loss import GradReduction
     from allgrad.types import GroupLike
 
 __all__ = ["maxsim_loss"]

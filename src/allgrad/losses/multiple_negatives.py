@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from allgrad.errors import InputError, PieceMismatch
-from allgrad.losses._agreement import CallSpec, agree_and, require
-from allgrad.losses._computed_on import computed_on
-from allgrad.losses._feature_checks import (
+from allgrad.losses._arguments.agreement import CallSpec, agree_and, require
+from allgrad.losses._arguments.feature_checks import (
     check_features,
     check_number,
     check_options,
@@ -20,17 +19,18 @@ from allgrad.losses._feature_checks import (
     plain_number,
     require_device,
 )
-from allgrad.losses._global_mean import GlobalMean
-from allgrad.losses._in_graphs import in_graphs
-from allgrad.losses._packed import Packing, Part
-from allgrad.losses._relations import Keys, Queries, Relation, score_rows, tensors_of
-from allgrad.losses._row_losses import weighted_sums
-from allgrad.losses._same_numbers import compared_numbers
+from allgrad.losses._arguments.packed import Packing, Part
+from allgrad.losses._arguments.same_numbers import compared_numbers
+from allgrad.losses._computed_on import computed_on
+from allgrad.losses._graphs.in_graphs import in_graphs
+from allgrad.losses._rows.global_mean import GlobalMean
+from allgrad.losses._rows.relations import Keys, Queries, Relation, score_rows, tensors_of
+from allgrad.losses._rows.row_losses import weighted_sums
 from allgrad.losses.key_queue import check_queue, queued_keys
 
 if TYPE_CHECKING:
-    from allgrad.losses._agreement import Agreement
-    from allgrad.losses._arguments import GradReduction
+    from allgrad.losses._arguments.agreement import Agreement
+    from allgrad.losses._pairs.global_loss import GradReduction
     from allgrad.losses.key_queue import KeyQueue
     from allgrad.types import GroupLike
 

@@ -24,14 +24,14 @@ from allgrad.errors import (
     SizesError,
     TensorError,
 )
-from allgrad.losses._agreement import CallSpec, agree, require, unreadable
+from allgrad.losses._arguments.agreement import CallSpec, agree, require, unreadable
+from allgrad.losses._arguments.feature_checks import options_text, require_dense, require_device
+from allgrad.losses._arguments.rank_args import FLOATING
+from allgrad.losses._arguments.same_numbers import require_alike
 from allgrad.losses._below_transforms import in_vmap
-from allgrad.losses._feature_checks import options_text, require_dense, require_device
-from allgrad.losses._in_graphs import in_graphs
-from allgrad.losses._rank_args import FLOATING
-from allgrad.losses._recompute import recomputed
-from allgrad.losses._row_losses import logsumexp, parts_of
-from allgrad.losses._same_numbers import require_alike
+from allgrad.losses._graphs.in_graphs import in_graphs
+from allgrad.losses._rows.recompute import recomputed
+from allgrad.losses._rows.row_losses import logsumexp, parts_of
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ from allgrad._wire.algorithms import choose
 from allgrad._wire.groups import Backend
 from allgrad._wire.link_model import Links, Prediction, predict, seconds, situation
 from allgrad._wire.topology import ONE_HOST, Topology
-from allgrad.losses._arguments import BUDGET
-from allgrad.losses._column_sums import ONE_MESSAGE_UP_TO
-from allgrad.losses._key_blocks import KeyLayout, needs_ring
+from allgrad.losses._pairs.column_sums import ONE_MESSAGE_UP_TO
+from allgrad.losses._pairs.global_loss import BUDGET
+from allgrad.losses._pairs.key_blocks import KeyLayout, needs_ring
+from allgrad.losses._pairs.whole_pass import SMALL_UP_TO
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 from allgrad.losses._tiles.torch import KEPT_SCORES
-from allgrad.losses._whole_pass import SMALL_UP_TO
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,0 +1,349 @@
+"""The keys of all ranks, in blocks: one gathered block, or one block per rank passed around a ring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+
+from allgrad._autograd.async_calls import DoneHandle
+from allgrad.collectives.all_gather import reduce_scatter
+from allgrad.collectives.permute import shift
+from allgrad.losses._arguments.packed import gather_rows
+from allgrad.losses._tiles.accumulators import (
+    accumulator_dtype,
+    accumulator_zeros,
+    scale_and_cast,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import TypeAlias
+
+    from torch import Tensor
+    from torch.cuda import Stream
+
+    from allgrad._autograd.async_calls import Handle
+    from allgrad.losses._arguments.agreement import Agreement
+    from allgrad.types import GroupLike
+
+    AddBlock: TypeAlias = Callable[["KeyBlock", list[Tensor]], None]
+
+__all__ = [
+    "GatheredKeys",
+    "KeyBlock",
+    "KeyLayout",
+    "KeySums",
+    "RingKeys",
+    "key_blocks",
+    "needs_ring",
+]
+
+
+OVERLAPS_FROM = 2**18  # bytes; for fewer, starting a thread takes longer than the transfer
+ONE_PRODUCT_UP_TO = 2**21  # elements; of more, a rank's block at a time, which takes less memory
+
+
+class KeyBlock(NamedTuple):
+    """Some of the joined keys, from ``start`` on. Key ``first_pair`` of the block is query 0's pair.
+
+    ``first_pair`` is None if the block contains no key of this rank's queries.
+    """
+
+    step: int
+    k: Tensor
+    start: int
+    first_pair: int | None
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.start, self.start + len(self.k))
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLayout:
+    """How many keys each rank of the group holds, and which rank this is."""
+
+    rank: int
+    sizes: tuple[int, ...]
+    group: GroupLike
+
+    @property
+    def world(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def start(self) -> int:
+        """Where this rank's keys begin among the joined keys."""
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def is_equal(self) -> bool:
+        return self.sizes.count(self.sizes[0]) == len(self.sizes)
+
+
+def key_blocks(
+    layout: KeyLayout,
+    k: Tensor,
+    *,
+    ring: bool,
+    joined: Tensor | None = None,
+    agreed: Agreement | None = None,
+) -> GatheredKeys | RingKeys:
+    """The keys of all ranks, gathered or around a ring; ``joined`` were gathered before.
+
+    The row of an agreement travels with those that are gathered; in a ring no call is expected.
+    """
+    return RingKeys(layout, k) if ring else GatheredKeys(layout, k, joined, agreed)
+
+
+def needs_ring(layout: KeyLayout, k: Tensor, budget: int, ring: bool | None) -> bool:
+    """Whether the keys must go around a ring.
+
+    That is if the joined keys, the accumulators of their gradients and the message of these do not
+    fit into ``budget`` bytes, unless the caller has chosen.
+    """
+    if layout.world == 1:
+        return False
+    row_bytes = k.shape[1] * (k.dtype.itemsize + 2 * accumulator_dtype(k.dtype).itemsize)
+    return sum(layout.sizes) * row_bytes > budget if ring is None else ring
+
+
+class GatheredKeys:
+    """Every rank holds all keys, as one block.
+
+    rank 0   [ a a ]              [ a a | b | c c c ]
+    rank 1   [ b ]       --->     [ a a | b | c c c ]
+    rank 2   [ c c c ]            [ a a | b | c c c ]
+    """
+
+    count = 1
+
+    def __init__(
+        self,
+        layout: KeyLayout,
+        k: Tensor,
+        joined: Tensor | None = None,
+        agreed: Agreement | None = None,
+    ) -> None:
+        self.layout = layout
+        if joined is None:
+            joined = k.contiguous()
+            if layout.world > 1:
+                joined = gather_rows(joined, layout.sizes, layout.group, agreed)
+        self.block = KeyBlock(0, joined, 0, layout.start)
+
+    def blocks(self) -> Iterator[KeyBlock]:
+        yield self.block
+
+    def gradients(
+        self, add_block: AddBlock, gain: Tensor, dtype: torch.dtype, own_term: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Let ``add_block`` fill accumulators for all keys; each rank gets its own, times ``gain``.
+
+        ``own_term`` is a number of this rank, which ``add_block`` may still change. The sum of all
+        ranks' travels in the same message and is the second result.
+        """
+        joined = self.block.k
+        if self.layout.world == 1:
+            parts = accumulator_zeros(joined, dtype)
+            add_block(self.block, parts)
+            return scale_and_cast(parts, gain, dtype), own_term
+        sums = joined.new_zeros(joined.shape, dtype=accumulator_dtype(joined.dtype))
+        add_block(self.block, [sums])
+        own, total = reduce_sums(self.layout, sums.mul_(gain), own_term)
+        return own.to(dtype), total
+
+
+def reduce_sums(
+    layout: KeyLayout, sums: Tensor, own_term: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Sum over ranks; each rank gets the rows of its own keys, and the sum of all ranks' terms.
+
+    rank 0   [ a0 a0 t0 | b0 t0 | c0 t0 ]         [ a0+a1+a2  a0+a1+a2 ]   t0+t1+t2
+    rank 1   [ a1 a1 t1 | b1 t1 | c1 t1 ]   --->  [ b0+b1+b2 ]             t0+t1+t2
+    rank 2   [ a2 a2 t2 | b2 t2 | c2 t2 ]         [ c0+c1+c2 ]             t0+t1+t2
+    """
+    group, width = layout.group, sums.shape[1]
+    if own_term is None:
+        return reduce_scatter(sums, sizes=layout.sizes, group=group, grad="none"), None
+    counts = tuple(size * width + 1 for size in layout.sizes)
+    if layout.is_equal:
+        message = sums.new_empty(layout.world, counts[0])
+        message[:, :-1] = sums.view(layout.world, -1)
+        message[:, -1] = own_term
+        message = message.view(-1)
+    else:
+        term = own_term.reshape(1)
+        blocks = sums.split(layout.sizes)
+        message = torch.cat([x for block in blocks for x in (block.flatten(), term)])
+    received = reduce_scatter(message, sizes=counts, group=group, grad="none")
+    return received[:-1].view(layout.sizes[layout.rank], width), received[-1]
+
+
+class KeySums:
+    """Accumulators for the keys of all ranks, in the message of ``reduce_sums``, which saves a copy of them.
+
+    rank 0   [ a0 a0 t0 | b0 t0 | c0 t0 ]      blocks: a0 a0, b0 and c0
+    """
+
+    def __init__(self, layout: KeyLayout, width: int, like: Tensor) -> None:
+        self.layout, self.width = layout, width
+        self.counts = tuple(size * width + 1 for size in layout.sizes)
+        self.starts = (0, *accumulate(self.counts))
+        self.message = like.new_empty(self.starts[-1])
+        self.rows = self.message.view(layout.world, -1) if layout.is_equal else None
+        self.is_empty = True
+        self.own_term: Tensor
+        self.received: Handle[Tensor]
+
+    def block(self, rank: int) -> Tensor:
+        """The sums for one rank's keys."""
+        start, size = self.starts[rank], self.layout.sizes[rank]
+        return self.message[start : start + size * self.width].view(size, self.width)
+
+    def blocks(self) -> list[Tensor]:
+        return [self.block(rank) for rank in range(self.layout.world)]
+
+    def add_product(self, weights: Tensor, own: Tensor, gain: Tensor) -> None:
+        """Add ``gain * weights.T @ own``; weights have a column for each key of all ranks."""
+        sizes = self.layout.sizes
+        if self.is_empty and sum(sizes) * self.width <= ONE_PRODUCT_UP_TO:
+            # Multiplied by a number, one of a narrower dtype would be rounded once more.
+            product = torch.mm(weights.T, own).to(self.message.dtype)
+            if self.rows is not None:
+                torch.mul(product.view(len(sizes), -1), gain, out=self.rows[:, :-1])
+            else:
+                for block, part in zip(self.blocks(), product.split(sizes), strict=True):
+                    torch.mul(part, gain, out=block)
+        else:
+            if self.is_empty:
+                self.message.zero_()
+            narrow = own.dtype != self.message.dtype
+            scaled = own if narrow else own * gain
+            for block, columns in zip(self.blocks(), weights.split(sizes, 1), strict=True):
+                if narrow:
+                    block.addcmul_(torch.mm(columns.T, own), gain)
+                else:
+                    block.addmm_(columns.T, scaled)
+        self.is_empty = False
+
+    def start(self, own_term: Tensor, *, overlaps: bool) -> None:
+        """Send all sums, and a number of this rank; with ``overlaps`` there is work while they travel."""
+        if self.rows is not None:
+            self.rows[:, -1] = own_term
+        else:
+            for part in self.message.split(self.counts):
+                part[-1] = own_term
+        self.own_term, group = own_term, self.layout.group
+        if self.layout.world > 1:
+            if overlaps and self.message.nbytes >= OVERLAPS_FROM:
+                self.received = reduce_scatter(
+                    self.message, sizes=self.counts, group=group, grad="none", async_op=True
+                )
+            else:
+                self.received = DoneHandle(
+                    reduce_scatter(self.message, sizes=self.counts, group=group, grad="none")
+                )
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """The sums over ranks for this rank's keys, and that of all ranks' numbers."""
+        if self.layout.world == 1:
+            return self.block(0), self.own_term
+        received = self.received.wait()
+        return received[:-1].view(self.layout.sizes[self.layout.rank], self.width), received[-1]
+
+
+class RingKeys:
+    """Every rank holds one piece at a time and passes it to the next rank.
+
+    rank 0   [ a a ]         [ c c c ]         [ b ]
+    rank 1   [ b ]     --->  [ a a ]     --->  [ c c c ]
+    rank 2   [ c c c ]       [ b ]             [ a a ]
+
+    The transfer of the next piece overlaps with the computation on this one
+    (test_next_block_is_under_way_while_this_one_is_computed).
+    """
+
+    def __init__(self, layout: KeyLayout, k: Tensor) -> None:
+        self.layout = layout
+        self.own = k.contiguous()
+        self.count = layout.world
+        self.starts = list(accumulate(layout.sizes, initial=0))
+        self.comm_stream = torch.cuda.Stream(k.device) if k.is_cuda else None
+
+    def blocks(self) -> Iterator[KeyBlock]:
+        k = self.own
+        for step in range(self.count):
+            wait = self._start_shift(step, k) if step + 1 < self.count else None
+            yield self._block(step, k)
+            if wait is not None:
+                k = wait()
+
+    def gradients(
+        self, add_block: AddBlock, gain: Tensor, dtype: torch.dtype, own_term: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Let ``add_block`` fill an accumulator for each block; each rank gets its own, times ``gain``.
+
+        The accumulator follows its block around the ring, one step later, and ends on the block's
+        rank. Its last element is the sum of the ranks' ``own_term``, the second result.
+        """
+        wide, width = accumulator_dtype(self.own.dtype), self.own.shape[1]
+        extra = 0 if own_term is None else 1
+        wait_sums: Callable[[], Tensor] | None = None
+        for block in self.blocks():
+            # Ranks may have different gains, so each rank applies its own before the sums move on.
+            message = block.k.new_zeros(len(block.k) * width + extra, dtype=wide)
+            sums = message[: len(block.k) * width].view(len(block.k), width)
+            add_block(block, [sums])
+            sums.mul_(gain)
+            if own_term is not None:
+                message[-1] = own_term
+            if wait_sums is not None:
+                message += wait_sums()
+            wait_sums = self._start_shift(block.step, message, width, extra)
+        assert wait_sums is not None
+        received = wait_sums()
+        own = received[: len(received) - extra].view(len(self.own), width).to(dtype)
+        return own, None if own_term is None else received[-1]
+
+    def _block(self, step: int, k: Tensor) -> KeyBlock:
+        owner = (self.layout.rank - step) % self.count
+        return KeyBlock(step, k, self.starts[owner], 0 if step == 0 else None)
+
+    def _start_shift(
+        self, step: int, piece: Tensor, per_key: int = 1, extra: int = 0
+    ) -> Callable[[], Tensor]:
+        """Start sending this step's piece to the next rank; the result waits for the previous rank's.
+
+        A piece has ``per_key`` elements for each key of a block, and ``extra`` more.
+        """
+        owners = [(rank - step) % self.count for rank in range(self.count)]
+        sizes = [self.layout.sizes[owner] * per_key + extra for owner in owners]
+        return _start(
+            self.comm_stream,
+            piece,
+            lambda: shift(piece, sizes=sizes, group=self.layout.group, async_op=True),
+        )
+
+
+def _start(stream: Stream | None, piece: Tensor, call: Callable[[], Any]) -> Callable[[], Tensor]:
+    """Start a call that reads ``piece``; on a CUDA device, on the communication stream."""
+    if stream is None:
+        handle = call()
+        return lambda: cast("Tensor", handle.wait())
+    stream.wait_stream(torch.cuda.current_stream(piece.device))
+    with torch.cuda.stream(stream):
+        handle = call()
+    piece.record_stream(stream)
+
+    def wait() -> Tensor:
+        received: Tensor = handle.wait()
+        compute_stream = torch.cuda.current_stream(received.device)
+        compute_stream.wait_stream(stream)
+        received.record_stream(compute_stream)
+        return received
+
+    return wait

@@ -1,0 +1,192 @@
+"""A mean over the rows of all ranks, in three messages: the ranks' tensors; sums; gradients.
+
+    forward     what every rank needs of the others     all_gather
+                sum of the terms, sum of the weights    all_reduce
+    backward    gradients of the first, and the         reduce_scatter
+                weights that the ranks give to the mean
+
+The gradients of the sums are computed for a weight of one, so that they can travel with the ranks' own
+weights. This is eager autograd's first derivative. All others, and torch.func, differentiate the same
+steps one by one, in more messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from allgrad._autograd import call_order, started_calls
+from allgrad._autograd.transforms import ANCHOR, in_lockstep, is_plain_autograd
+from allgrad._core.torch_internals import anchor_gradient, never_traced, version_of
+from allgrad._wire import primitives as wire
+from allgrad._wire.consistency import refuse
+from allgrad._wire.groups import find_group
+from allgrad.collectives.all_gather import all_gather, reduce_scatter
+from allgrad.collectives.all_reduce import all_reduce
+from allgrad.errors import ModeError
+from allgrad.losses._computed_on import computed_on
+from allgrad.losses._pairs.key_blocks import KeyLayout, reduce_sums
+from allgrad.losses._pairs.modes import refuse_batches
+from allgrad.losses._tiles.accumulators import accumulator_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from allgrad.losses._arguments.packed import Packing
+    from allgrad.losses._pairs.global_loss import GradReduction
+    from allgrad.types import GroupLike
+
+__all__ = ["GlobalMean"]
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalMean:
+    """How the mean is computed.
+
+    ``sums(joined parts, *own)`` gives two numbers of this rank: the weighted sum of its terms, and
+    the sum of their weights. ``constants`` are tensors of others that it uses beside these: backward
+    computes with them again, and raises if they were changed in place.
+    """
+
+    name: str
+    rank: int
+    packing: Packing
+    sums: Callable[..., Tensor]
+    grad_reduction: GradReduction
+    group: GroupLike
+    constants: Sequence[Tensor] = ()
+
+    def versions(self) -> list[int]:
+        return [version_of(x) for x in self.constants]
+
+    def __call__(self, *own: Tensor) -> Tensor:
+        """The mean of all ranks, on every rank; ``own`` are tensors that stay on this rank."""
+        return computed_on(own[0].device, self._compute, *own)  # type: ignore[no-any-return]
+
+    def _compute(self, *own: Tensor) -> Tensor:
+        if not is_plain_autograd() or len(self.packing.sizes) == 1:
+            return self._mean(self.packing.gather_apart(self.group), *own)
+        message = self.packing.pack()
+        if in_lockstep() or not torch.is_grad_enabled():
+            return self.step_by_step(message, *own)
+        if started_calls.STATE.count:
+            started_calls.finish(find_group(self.name, self.group))
+        mean: Tensor = _Mean.apply(self, ANCHOR, message, *own)  # type: ignore[no-untyped-call]
+        if call_order.STATE.gated:
+            (mean,) = call_order.gate((mean,))
+        return mean
+
+    def step_by_step(self, message: Tensor, *own: Tensor) -> Tensor:
+        """The mean, of which autograd sees every step."""
+        received = all_gather(
+            self.packing.with_row(message), sizes=self.packing.sizes, group=self.group
+        )
+        self.packing.confirm(received)
+        return self._mean(self.packing.unpack(received), *own)
+
+    def _mean(self, joined: list[Tensor], *own: Tensor) -> Tensor:
+        sums = self.sums(joined, *own)
+        grad: Literal["sum", "same"] = "sum" if self.grad_reduction == "mean" else "same"
+        total, weight = all_reduce(sums, group=self.group, grad=grad)
+        mean: Tensor = total / weight
+        return mean
+
+
+@never_traced
+@call_order.ordered
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, how: GlobalMean, anchor: Tensor, message: Tensor, *own: Tensor) -> Tensor:  # noqa: ARG004
+        ctx.how, ctx.call, ctx.versions = how, wire.resolve(how.name, how.group), how.versions()
+        sent = how.packing.with_row(message)
+        received = all_gather(sent, sizes=how.packing.sizes, group=how.group, grad="none")
+        how.packing.confirm(received)
+        call_order.register(ctx, ctx.call, message)
+        inputs = [x.detach().requires_grad_() for x in (received, *own)]
+        # Not by the caller's hooks: a checkpoint would compute its region once more for this graph
+        # (test_a_checkpointed_region_is_computed_twice).
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            sums = how.sums(how.packing.unpack(inputs[0]), *inputs[1:])
+        total, weight = all_reduce(sums.detach(), group=how.group, grad="none")
+        mean: Tensor = total / weight
+        ctx.kept = sums, inputs, torch.stack([1 / weight, -mean / weight])
+        ctx.save_for_backward(message, *own)
+        return mean
+
+    @staticmethod
+    def backward(ctx: Any, by_mean: Tensor) -> tuple[Tensor | None, ...]:
+        call_order.check(ctx, ctx.call)
+        refuse_batches(ctx.how.name, by_mean)
+        if ctx.versions != ctx.how.versions():
+            refuse(ctx.call, _changed(ctx.how.name))
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        kept, ctx.kept = ctx.kept, None
+        if torch.is_grad_enabled() or kept is None:  # create_graph=True, or a graph kept for more
+            found = computed_on(by_mean.device, _in_steps, ctx.how, saved, needed, by_mean)
+            return None, anchor_gradient(ctx), *found
+        sums, inputs, factors = kept
+        given = ctx.how, sums, inputs, factors, needed, by_mean
+        own, *others = computed_on(by_mean.device, _in_one_message, *given)
+        own = own[: len(saved[0])]  # without the row of the agreement
+        return None, anchor_gradient(ctx), own, *others
+
+
+def _changed(name: str) -> ModeError:
+    return ModeError(
+        f"{name}: the queue has been modified by an inplace operation since forward, and backward needs it "
+        "as it was.\nChange it after backward. KeyQueue.push may come before: it makes new tensors."
+    )
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _in_one_message(  # noqa: PLR0917
+    how: GlobalMean,
+    sums: Tensor,
+    inputs: Sequence[Tensor],
+    factors: Tensor,
+    needed: Sequence[bool],
+    by_mean: Tensor,
+) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
+    # This rank's own weight, for as long as gradients are in 16 bits: a loss scale keeps small ones.
+    own_weight = torch.where(by_mean == 0, 1, by_mean)
+    wanted = [inputs[0], *(x for x, n in zip(inputs[1:], needed[1:], strict=True) if n)]
+    found = torch.autograd.grad(sums, wanted, factors * own_weight, materialize_grads=True)
+    by_received, *others = (_wide(x) / own_weight.to(x.device) for x in found)
+    sizes = how.packing.sizes
+    if how.grad_reduction == "sum":
+        sent, total = (by_received * by_mean).to(found[0].dtype), by_mean
+        own = reduce_scatter(sent, sizes=sizes, group=how.group, grad="none")
+    else:
+        layout, term = KeyLayout(how.rank, sizes, how.group), by_mean.to(by_received.dtype)
+        rows, summed = reduce_sums(layout, by_received.unsqueeze(1), term)
+        assert summed is not None
+        own, total = (rows.squeeze(1) * summed).to(found[0].dtype), summed
+    times_total = iter(
+        (x * total.to(x.device)).to(like.dtype) for x, like in zip(others, found[1:], strict=True)
+    )
+    return own, *(next(times_total) if n else None for n in needed[1:])
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(accumulator_dtype(x.dtype))
+
+
+def _in_steps(
+    how: GlobalMean, saved: Sequence[Tensor], needed: Sequence[bool], by_mean: Tensor
+) -> list[Tensor | None]:
+    """The gradients, which can be differentiated again; every rank takes part in each call."""
+    graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        inputs = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in saved]
+        mean = how.step_by_step(*inputs)
+        found = torch.autograd.grad(
+            mean, inputs, by_mean, create_graph=graph, materialize_grads=True
+        )
+    return [g if n else None for g, n in zip(found, needed, strict=True)]

@@ -1,0 +1,157 @@
+"""Which keys are positives and negatives of which queries, and the scores of both in chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from allgrad.losses._rows.row_losses import Chunk, parts_of, row_losses, terms_of
+from allgrad.losses._tiles.accumulators import accumulator_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from allgrad.losses._rows.row_losses import Activation
+
+__all__ = ["Keys", "Queries", "Relation", "score_rows", "tensors_of"]
+
+TILE = (1024, 8192)  # rows and columns of the scores that exist at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """The rows: this rank's queries."""
+
+    features: Tensor
+    ids: Tensor | None
+    own: Tensor | None  # the column of each query's own key
+    limit: Tensor | None = None  # a negative above it is a false one
+
+    def chunks(self) -> list[Chunk[Queries]]:
+        features = parts_of(self.features, TILE[0])
+        parts = [_split(x, TILE[0], len(features)) for x in (self.ids, self.own, self.limit)]
+        return [Chunk(Queries, tensors) for tensors in zip(features, *parts, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Columns: the keys of all ranks in rank order, or of a queue."""
+
+    features: Tensor
+    ids: Tensor | None
+    weights: Tensor | None = None
+    filled: Tensor | None = None  # which keys of a queue count
+    first: int = 0  # the column of the first of them
+
+    def chunks(self) -> list[Chunk[Keys]]:
+        features = parts_of(self.features, TILE[1])
+        parts = [_split(x, TILE[1], len(features)) for x in (self.ids, self.weights, self.filled)]
+        made, first = [], self.first
+        for tensors in zip(features, *parts, strict=True):
+            made.append(Chunk(partial(Keys, first=first), tensors))
+            first += len(tensors[0])
+        return made
+
+
+def tensors_of(columns: Sequence[Keys]) -> list[Tensor]:
+    every = [x for keys in columns for x in (keys.features, keys.ids, keys.weights, keys.filled)]
+    return [x for x in every if x is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """How positives and negatives are told apart.
+
+    With ``by_ids`` all keys with a query's id are its positives. Otherwise its own key is, and
+    other keys with its id are neither positives nor negatives.
+    """
+
+    by_ids: bool
+    exclude_self: bool = False
+    margin: float | None = None
+
+    def masks(self, rows: Queries, columns: Keys, similarity: Tensor) -> tuple[Tensor, Tensor]:
+        own = same = None
+        if rows.own is not None:
+            last = columns.first + columns.features.shape[0]
+            own = rows.own[:, None] == torch.arange(columns.first, last, device=rows.own.device)
+        if rows.ids is not None and columns.ids is not None:
+            same = rows.ids[:, None] == columns.ids
+        positive = same if self.by_ids else own
+        assert positive is not None
+        left = positive if own is None or same is None else same | own
+        if self.exclude_self:
+            assert own is not None
+            positive = positive & ~own
+        negative = ~left
+        if columns.filled is not None:
+            positive, negative = positive & columns.filled, negative & columns.filled
+        if rows.limit is not None:
+            negative = negative & (similarity.detach() <= rows.limit[:, None])
+        return positive, negative
+
+    @torch.no_grad()
+    def limited(self, rows: Queries, columns: Sequence[Keys]) -> Queries:
+        """The queries with what a margin leaves them: the highest positive minus the margin."""
+        if self.margin is None:
+            return rows
+        highest = []
+        for row in (chunk.made() for chunk in rows.chunks()):
+            x = row.features
+            best = torch.full(
+                (len(x),), -torch.inf, device=x.device, dtype=accumulator_dtype(x.dtype)
+            )
+            for keys in columns:
+                for column in (chunk.made() for chunk in keys.chunks()):
+                    similarity = _similarity(x, column.features)
+                    positive, _ = self.masks(row, column, similarity)
+                    masked = similarity.masked_fill(~positive, -torch.inf)
+                    if masked.shape[1]:
+                        best = torch.maximum(best, masked.amax(1))
+            highest.append(best)
+        limit = torch.cat(highest) - self.margin
+        limit = limit.masked_fill(limit == -torch.inf, torch.inf)
+        return Queries(rows.features, rows.ids, rows.own, limit)
+
+
+def score_rows(  # noqa: PLR0917
+    kind: Activation,
+    relation: Relation,
+    rows: Queries,
+    columns: Sequence[Keys],
+    scale: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Each query's loss among all keys, and whether it has a positive."""
+    wide = accumulator_dtype(rows.features.dtype)
+    shared = [x.to(rows.features.device, wide).reshape(()) for x in (scale, bias) if x is not None]
+
+    def terms(row: Queries, column: Keys, *numbers: Tensor) -> Tensor:
+        x, y = row.features, column.features
+        weights = None if column.weights is None else column.weights.to(wide)
+        if row.limit is None:  # one pass over the scores less
+            scores = similarity = _similarity(numbers[0] * x.to(wide), y)
+        else:
+            similarity = _similarity(x, y)
+            scores = numbers[0] * similarity
+        if len(numbers) > 1:
+            scores = scores + numbers[1]
+        return terms_of(kind, scores, *relation.masks(row, column, similarity), weights)
+
+    limited = relation.limited(rows, columns)
+    chunks = [chunk for keys in columns for chunk in keys.chunks()]
+    return row_losses(kind, limited.chunks(), chunks, terms, *shared)
+
+
+def _split(x: Tensor | None, size: int, count: int) -> Sequence[Tensor | None]:
+    return [None] * count if x is None else parts_of(x, size)
+
+
+def _similarity(x: Tensor, y: Tensor) -> Tensor:
+    """Products in float32 at least: rounded to 16 bits, they would cost digits of the gradients."""
+    wide = accumulator_dtype(x.dtype)
+    return x.to(wide) @ y.to(wide).T

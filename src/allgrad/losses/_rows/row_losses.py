@@ -1,0 +1,215 @@
+"""A term of the loss for each row of scores, from chunks of rows and columns that are not kept.
+
+For a chunk of rows and a chunk of columns some numbers are added up for each row, over columns:
+
+    pairs      logsumexp N of negatives   score of the one positive
+    softmax    logsumexp N of negatives   P of positives   weighted sum of P - score of positives   weight
+    sigmoid    -log sigmoid(-score) of negatives   the same of positives, weighted   weight
+
+The numbers of all column chunks are combined, and give the row's loss. The scores of a chunk are
+computed again in backward.
+
+A softmax over positives and negatives has the logsumexp P + log(1 + exp(N - P)), and a row's loss is
+the weighted mean of P - score plus log(1 + exp(N - P)). With one positive the first is exactly zero.
+So a loss close to zero keeps its digits, and so do its gradients; a difference of two large sums would
+be noise (test_tiny_loss_keeps_its_digits).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, softplus
+
+from allgrad._core.torch_internals import functorch_active
+from allgrad.losses._rows.recompute import recomputed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = [
+    "Activation",
+    "Chunk",
+    "logsumexp",
+    "parts_of",
+    "row_losses",
+    "terms_of",
+    "weighted_sums",
+]
+
+Activation: TypeAlias = Literal["pairs", "softmax", "sigmoid"]
+T = TypeVar("T")
+R = TypeVar("R")
+C = TypeVar("C")
+
+# Finite, unlike -inf, so that a row with no score at all has a derivative.
+MASKED = -1e30
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk(Generic[T]):
+    """Some rows or columns: their tensors, and what makes the rows or columns of these."""
+
+    make: Callable[..., T]  # holds no tensor itself (recompute)
+    tensors: tuple[Tensor | None, ...]
+
+    def made(self) -> T:
+        return self.make(*self.tensors)
+
+
+def parts_of(x: Tensor, sizes: int | Sequence[int]) -> Sequence[Tensor]:
+    """``x`` split along dim 0, and as it is if that is one part.
+
+    Backward of a split joins its parts. Under autocast to the other dtype of 16 bits torch refuses that,
+    which spares batches of one part (test_backward_under_autocast_to_the_other_16_bits).
+    """
+    is_one = len(sizes) == 1 if not isinstance(sizes, int) else len(x) <= sizes
+    parts: Sequence[Tensor] = [x] if is_one else x.split(sizes)
+    return parts
+
+
+def terms_of(
+    kind: Activation, scores: Tensor, positive: Tensor, negative: Tensor, weights: Tensor | None
+) -> Tensor:
+    """The numbers of each row, (numbers, rows)."""
+    chosen, others = _zero_or_one(positive, scores), _zero_or_one(negative, scores)
+    weight = chosen if weights is None else chosen * weights
+    if kind == "sigmoid":
+        sums = [-(others * logsigmoid(-scores)).sum(1), -(weight * logsigmoid(scores)).sum(1)]
+        return torch.stack([*sums, weight.sum(1)])
+    negatives = logsumexp(_without(scores, others), 1)
+    if kind == "pairs":
+        return torch.stack([negatives, (chosen * scores).sum(1)])
+    positives, below = _spread(scores, chosen, weight, 1)
+    return torch.stack([negatives, positives, below, weight.sum(1)])
+
+
+def logsumexp(x: Tensor, dim: int) -> Tensor:
+    """Torch's, with derivatives that add up to 1, and are 0 where all of ``x`` is -inf.
+
+    Torch's are off by the rounding of ``x``: where one is close to 1, the second derivative, and the first of a
+    difference, lose their digits (test_derivatives_of_large_scores_keep_their_digits).
+    """
+    if not x.shape[dim]:
+        return x.logsumexp(dim)
+    top = x.detach().amax(dim, keepdim=True)
+    none = (top == -torch.inf).squeeze(dim)
+    top = torch.where(top == -torch.inf, 0, top)
+    total = torch.where(none, 1, (x - top).exp().sum(dim))
+    return torch.where(none, -torch.inf, total.log() + top.squeeze(dim))
+
+
+def _spread(scores: Tensor, chosen: Tensor, weight: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The logsumexp of the chosen scores, and the weighted sum of their distances below it.
+
+    Of a single score the distance is exactly zero, and so is its derivative.
+    """
+    below = _without(scores, chosen).log_softmax(dim)
+    count = chosen.sum(dim)
+    # Not by logsumexp: where the derivatives by it and by the distances meet, digits would be lost.
+    mean = (chosen * (scores - below)).sum(dim) / count.clamp(min=1)
+    return torch.where(count > 0, mean, MASKED), -(weight * below).sum(dim)
+
+
+def _without(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Scores far below all others where they are not chosen; such a row's derivatives count zero times."""
+    return torch.add(scores, chosen - 1, alpha=-MASKED)
+
+
+def _zero_or_one(mask: Tensor, like: Tensor) -> Tensor:
+    # As bytes it takes a tenth of the time on a CPU, and products less than torch.where.
+    return (mask if functorch_active() else mask.view(torch.uint8)).to(like.dtype)
+
+
+def row_losses(
+    kind: Activation,
+    rows: Sequence[Chunk[R]],
+    columns: Sequence[Chunk[C]],
+    terms: Callable[..., Tensor],
+    *shared: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Each row's loss, and whether it has a positive.
+
+    ``terms(rows, columns, *shared)`` gives the numbers of a row chunk. There is at least one chunk of
+    each, which may be empty, so that a rank without rows takes part in backward too.
+    """
+    losses, weights = [], []
+    for row in rows:
+        parts = [_recomputed_terms(terms, row, column, shared) for column in columns]
+        numbers = parts[0].unbind() if len(parts) == 1 else _merged(kind, *torch.stack(parts, 1))
+        loss, weight = _LOSSES[kind](*numbers)
+        losses.append(loss)
+        weights.append(weight)
+    return _join(losses), _join(weights) > 0
+
+
+def _recomputed_terms(
+    terms: Callable[..., Tensor], row: Chunk[R], column: Chunk[C], shared: Sequence[Tensor]
+) -> Tensor:
+    first, make_row, make_column = len(row.tensors), row.make, column.make
+    last = first + len(column.tensors)
+
+    def of_tensors(*tensors: Tensor | None) -> Tensor:
+        rows, columns = make_row(*tensors[:first]), make_column(*tensors[first:last])
+        return terms(rows, columns, *tensors[last:])
+
+    return recomputed(of_tensors, *row.tensors, *column.tensors, *shared)
+
+
+def _merged(kind: Activation, first: Tensor, *others: Tensor) -> Sequence[Tensor]:
+    """The numbers of several column chunks, (chunks, rows) each, become those of all columns."""
+    if kind == "sigmoid":
+        return [first.sum(0), *(x.sum(0) for x in others)]
+    if kind == "pairs":
+        return logsumexp(first, 0), others[0].sum(0)
+    positives, below, weight = others
+    chosen = (positives > MASKED / 2).to(weight.dtype)
+    among, between = _spread(positives, chosen, weight, 0)
+    return logsumexp(first, 0), among, below.sum(0) + between, weight.sum(0)
+
+
+def _pairs(negatives: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
+    return _log1p_exp(negatives - score), torch.ones_like(score)
+
+
+def _softmax(
+    negatives: Tensor, positives: Tensor, below: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    has_positive = weight > 0
+    loss = below / torch.where(has_positive, weight, 1) + _log1p_exp(negatives - positives)
+    return torch.where(has_positive, loss, 0), weight
+
+
+def _sigmoid(negatives: Tensor, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    has_positive = weight > 0
+    mean = positives / torch.where(has_positive, weight, 1)
+    return negatives + torch.where(has_positive, mean, 0), weight
+
+
+_LOSSES: dict[Activation, Callable[..., tuple[Tensor, Tensor]]] = {
+    "pairs": _pairs,
+    "softmax": _softmax,
+    "sigmoid": _sigmoid,
+}
+
+
+def _log1p_exp(x: Tensor) -> Tensor:
+    # The derivatives of softplus keep their digits too. Above 40 it is x in float64 as well.
+    return softplus(x, threshold=40)
+
+
+def _join(chunks: Sequence[Tensor]) -> Tensor:
+    # Torch cuts the graph of the gradient behind a cat of an empty vector. A rank without rows has
+    # one chunk, and takes part in the second derivative too (the kind "empty" of the tests).
+    return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks))
+
+
+def weighted_sums(losses: Tensor, counted: Tensor, weights: Tensor | None) -> Tensor:
+    """The weighted sum of the losses of rows that count, and the sum of the weights."""
+    weight = counted.to(losses.dtype)
+    if weights is not None:
+        weight = weight * weights.to(weight.dtype)  # the dtype of a loss is that of its features
+    return torch.stack([(weight * losses).sum(), weight.sum()])
