@@ -1,7 +1,7 @@
 """One codec for every message between ranks: words of 64 bits behind one header.
 
     word  0    version of this layout, and version of allgrad
-          1    kind of message: handshake, check, loss, state, host, join
+          1    kind of message: handshake, check, loss, pairs, state, host, join
           2 -  the fields of that kind
 
 A ``Writer`` appends fields; a ``Reader`` takes them off in the same order and checks each against
@@ -23,12 +23,12 @@ from allgrad.errors import AllgradError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["DTYPES", "HEADER_WORDS", "MAX_DIMS", "Reader", "Writer", "dtype_name"]
+__all__ = ["DTYPES", "HEADER_WORDS", "MAX_DIMS", "Reader", "Writer", "dtype_name", "kind_of"]
 
 T = TypeVar("T")
 
-LAYOUT = 4  # raise it whenever the fields of some kind change
-KINDS = ("handshake", "check", "loss", "state", "host", "join")
+LAYOUT = 5  # raise it whenever the fields of some kind change
+KINDS = ("handshake", "check", "loss", "pairs", "state", "host", "join")
 HEADER_WORDS = 2
 MAX_DIMS = 24
 _MAX_WORD = 2**63 - 1
@@ -65,6 +65,12 @@ def _version_text(word: int) -> str:
 
 
 _VERSION = _version_word(__version__)
+
+
+def kind_of(words: Sequence[int]) -> str | None:
+    """The kind of a message of this version; None for any other message, which a ``Reader`` refuses."""
+    is_known = words[0] == _VERSION and 0 <= words[1] < len(KINDS)
+    return KINDS[words[1]] if is_known else None
 
 
 class Writer:

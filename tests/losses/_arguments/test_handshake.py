@@ -9,7 +9,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import allgrad as ag
 from allgrad.errors import InputError, PieceMismatch, RankRaised, SizesError, TensorError
-from allgrad.losses import clip_loss, cross_entropy, info_nce_loss, siglip_loss, supcon_loss
+from allgrad.losses import (
+    KeyQueue,
+    clip_loss,
+    cross_entropy,
+    info_nce_loss,
+    siglip_loss,
+    supcon_loss,
+)
 from refusals import raises_everywhere
 
 GOOD = torch.ones(2, 4)
@@ -114,6 +121,26 @@ def test_different_losses_raise_on_all(rank, world):
         (siglip_loss if rank == 2 else clip_loss)(GOOD, GOOD, 1.0)
     assert str(raised.value).count("<-") == 1
     assert ag.all_reduce(torch.ones(1)).item() == world
+
+
+@pytest.mark.ranks(3)
+def test_ranks_that_call_two_kinds_of_losses(rank, world):
+    """Their rows have other fields and one length: in a first call, and where ranks expect a call."""
+    ids, queue = torch.arange(len(GOOD)), KeyQueue(8, GOOD.shape[1])
+    pairs = partial(clip_loss, GOOD, GOOD, 1.0)
+    others = (
+        partial(supcon_loss, GOOD, GOOD, 1.0, ids, ids),
+        partial(queue.push, GOOD),
+        partial(cross_entropy, GOOD, GOOD, ids),
+    )
+    for other in others:
+        for usual, odd in ((pairs, other), (other, pairs)):
+            for expected in (0, 4):
+                for _ in range(expected):
+                    usual()
+                call = odd if rank == 2 else usual
+                raises_everywhere(PieceMismatch, call, "rank 2: ", "<- another loss", "clip_loss: ")
+                assert ag.all_reduce(torch.ones(1)).item() == world
 
 
 @pytest.mark.ranks(3)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from allgrad._autograd.transforms import in_lockstep, is_plain_autograd
 from allgrad._wire.calls import are_described, resolve
-from allgrad._wire.codec import Reader, Writer, dtype_name
+from allgrad._wire.codec import Reader, Writer, dtype_name, kind_of
 from allgrad._wire.consistency import is_checking
 from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import (
@@ -33,6 +33,7 @@ from allgrad.errors import (
     rank_table,
 )
 from allgrad.losses._arguments.expected_calls import Changed, as_expected, history_of
+from allgrad.losses._arguments.rank_args import ROW_WORDS
 from allgrad.losses._below_transforms import below_transforms, in_vmap
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ __all__ = [
     "agree_and",
     "computed",
     "exchange_texts",
+    "gather_rows",
     "may_be_expected",
     "no_values",
     "require",
@@ -61,7 +63,6 @@ _ERRORS: tuple[type[AllgradError] | None, ...] = (
     *(PieceMismatch, SizesError, ModeError),
 )
 _MAX_SAME, _MAX_COUNTS = 8, 8
-_ROW_WORDS = 6 + _MAX_SAME + _MAX_COUNTS
 _DIGEST_BYTES = 7
 _MOST_TEXT = 600
 
@@ -118,7 +119,7 @@ class _Row(NamedTuple):
         message.number(self.name)
         message.choice(self.error, _ERRORS)
         message.number(len(self.same), *self.same, len(self.counts), *self.counts)
-        return message.padded(_ROW_WORDS)
+        return message.padded(ROW_WORDS)
 
     @staticmethod
     def decode(words: Sequence[int], sender: int) -> _Row:
@@ -208,8 +209,7 @@ def agree(
     history = history_of(call.group)
 
     def exchange() -> tuple[list[list[int]], list[_Row], list[list[str]]]:
-        row = torch.tensor([words], dtype=torch.int64, device=device)
-        received = all_gather(row, sizes="equal", group=group, grad="none").tolist()
+        received = gather_rows(name, words, shown, group, device)
         rows = [_Row.decode(one, sender) for sender, one in enumerate(received)]
         is_wrong = any(row.error or row[:3] != rows[0][:3] for row in rows)
         if not is_wrong:
@@ -231,6 +231,25 @@ def agree(
         raise _error(name, rows, texts, labels)
     counts = tuple(row.counts for row in rows)
     return Agreement(call.rank, counts, history.add(received, counts))
+
+
+def gather_rows(
+    name: str, words: list[int], shown: str, group: GroupLike, device: torch.device
+) -> list[list[int]]:
+    """The rows of all ranks; raises on all of them if some call a loss with rows of another kind."""
+    row = torch.tensor([words], dtype=torch.int64, device=device)
+    received: list[list[int]] = all_gather(row, sizes="equal", group=group, grad="none").tolist()
+    kinds = Counter(kind_of(row) for row in received)
+    if len(kinds) > 1 and None not in kinds:
+        ((usual, _),) = kinds.most_common(1)
+        odd = {r: "another loss" for r, row in enumerate(received) if kind_of(row) != usual}
+        texts = exchange_texts(f"\n\n{name}: {shown}", group, device)
+        rule, advice = (
+            f"{name}: all ranks must call the same loss.",
+            "Let every rank call the same loss.",
+        )
+        raise PieceMismatch(rank_table(rule, [text for *_, text in texts], odd, advice))
+    return received
 
 
 def may_be_expected() -> bool:

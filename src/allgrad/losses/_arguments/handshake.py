@@ -24,6 +24,7 @@ from allgrad.errors import InputError, ModeError, SizesError, rank_table
 from allgrad.losses._arguments.agreement import (
     Agreement,
     exchange_texts,
+    gather_rows,
     may_be_expected,
     no_values,
 )
@@ -99,7 +100,7 @@ def exchange_args(
             found = as_expected(history, words, call.rank, group)
             if found is not None:
                 return _of_all_ranks(Agreement.expected(call.rank, words, found, history))
-        received = _gather_rows(words, group, message_device)
+        received = gather_rows(name, words, str(own), group, message_device)
     except BaseException:
         history.forget()
         raise
@@ -145,12 +146,6 @@ def _check_all(name: str, ranks: Sequence[RankArgs], rows: Sequence[object]) -> 
         name, ranks, lambda rule, marks, advice: rank_table(rule, [*map(str, rows)], marks, advice)
     )
     require_pairs(name, sum(args.pairs for args in ranks))
-
-
-def _gather_rows(words: list[int], group: GroupLike, device: torch.device) -> list[list[int]]:
-    row = torch.tensor([words], dtype=torch.int64, device=device)
-    rows: list[list[int]] = all_gather(row, sizes="equal", group=group, grad="none").tolist()
-    return rows
 
 
 def _decoded(own: RankArgs, rows: list[list[int]]) -> list[RankArgs]:

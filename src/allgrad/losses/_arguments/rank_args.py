@@ -17,7 +17,7 @@ from allgrad.losses._kind import LossKind
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["FLOATING", "GradNeeds", "RankArgs", "TensorSpec"]
+__all__ = ["FLOATING", "ROW_WORDS", "GradNeeds", "RankArgs", "TensorSpec"]
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OPTIONS_BYTES = 7  # of the digest of a call's options
@@ -26,7 +26,9 @@ _KINDS = tuple(LossKind)
 _MAX_DIMS = 8  # dimensions of a shape that are sent; no argument may have more than three
 _MAX_FEATURES, _MAX_SCALARS = 3, 2
 _SPEC_WORDS = 3 + _MAX_DIMS + 1 + 2
-_ROW_WORDS = 5 + (_MAX_FEATURES + _MAX_SCALARS) * _SPEC_WORDS
+# The rows of all losses have one length, so that ranks which call two of them can tell
+# (test_ranks_that_call_two_kinds_of_losses).
+ROW_WORDS = 5 + (_MAX_FEATURES + _MAX_SCALARS) * _SPEC_WORDS
 
 Given: TypeAlias = Literal["tensor", "none", "other", "DTensor"]
 _GIVEN: tuple[Given, ...] = ("tensor", "none", "other", "DTensor")
@@ -133,17 +135,16 @@ class RankArgs:
         return sum(spec.vectors for spec in self.features[1:])
 
     def encode(self) -> list[int]:
-        """The message, of the same length for every loss."""
-        message = Writer("loss")
+        message = Writer("pairs")
         message.choice(self.kind, _KINDS)
         message.number(self.options, self.needs)
         for spec in (*self.features, *self.scalars):
             spec.write(message)
-        return message.padded(_ROW_WORDS)
+        return message.padded(ROW_WORDS)
 
     def decode(self, words: Sequence[int], sender: int) -> RankArgs:
         """Read the message of any rank. Of another kind of loss only the first fields are read."""
-        message = Reader(words, "loss", sender)
+        message = Reader(words, "pairs", sender)
         kind = message.choice(_KINDS)
         options = message.number(0, (1 << 8 * OPTIONS_BYTES) - 1)
         needs = GradNeeds(message.number(0, int(GradNeeds.KEYS | GradNeeds.ANY)))
