@@ -195,9 +195,9 @@ def loop_on_ranks(name, counts):
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", ["clip", "siglip", "info_nce"])
 def test_a_loop_of_losses_that_find_sizes_out(name, world):
-    """From the fourth equal step on, what the ranks compare travels with the keys; then they change."""
+    """From the fourth equal step on, what the ranks compare travels with the keys; then one rank changes, then all."""
     equal, ragged = PAIRS["equal"][:world], PAIRS["ragged"][:world]
-    counts = (*[equal] * 5, ragged, equal)
+    counts = (*[equal] * 5, (*equal[:-1], 1), *[equal] * 4, ragged, equal)
     found = run_ranks(loop_on_ranks, world, name, counts, backend="nccl", timeout=100)
     for step, held in enumerate(counts):
         inputs = changing_batch(name, held, step)

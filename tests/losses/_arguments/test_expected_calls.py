@@ -24,7 +24,8 @@ from allgrad.losses import (
 )
 from allgrad.losses._arguments import packed
 from allgrad.losses._arguments.expected_calls import History
-from allgrad.losses._pairs import whole_pass
+from allgrad.losses._pairs import engine, whole_pass
+from allgrad.losses._pairs.first_order import loss_value
 from counting import Counted
 from exactness import leaf
 from losses.samples import COUNTS, features
@@ -99,7 +100,7 @@ def test_large_messages_and_rings_compare_arguments_apart(rank, world, monkeypat
     query, key, _ = inputs(3, rank)
     for limit, ring in ((0, False), (2**20, True)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(packed.ROW_BESIDE, "cpu", limit)
+            patch.setattr(packed, "ROW_BESIDE_ON_CPUS", limit)
             made = [messages(clip_loss(query, key, 3.0, ring=ring).backward) for _ in range(5)]
             calls = [messages(lambda: clip_loss(query, key, 3.0, ring=ring)) for _ in range(5)]  # noqa: B023
         assert len({*made}) == 1
@@ -269,3 +270,37 @@ def test_a_rank_that_fails_alone_expects_what_the_others_do(rank, world):
             steps[0]()
     assert messages(lambda: torch.testing.assert_close(steps[1](), want[1])) == 2
     assert messages(lambda: torch.testing.assert_close(steps[0](), want[0])) == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_fails_alone_in_a_ring_expects_what_the_others_do(rank, world, monkeypatch):
+    """No call around a ring is expected, but others are by what came before it."""
+    monkeypatch.setattr(whole_pass, "SMALL_UP_TO", 0)
+    query, key, _ = inputs(3, rank)
+    gathered, ring = (partial(clip_loss, query, key, 3.0, ring=ring) for ring in (False, True))
+    want = [(gathered(), ring()) for _ in range(4)][-1]
+    gathered()
+
+    def interrupted(*args):
+        loss_value(*args)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(engine, "loss_value", interrupted)
+        with pytest.raises(KeyboardInterrupt) if rank == 1 else nullcontext():
+            ring()
+    for _ in range(2):
+        torch.testing.assert_close((gathered(), ring()), want)
+
+
+@pytest.mark.ranks(2)
+def test_features_without_width_in_a_loop(rank, world, monkeypatch):
+    for small in (2**21, 0):
+        monkeypatch.setattr(whole_pass, "SMALL_UP_TO", small)
+        for _ in range(6):
+            query, key = (torch.zeros(2 + rank, 0, requires_grad=True) for _ in range(2))
+            loss = clip_loss(query, key, 3.0)
+            loss.backward()
+            torch.testing.assert_close(loss.detach(), torch.tensor(5.0).log())
+            assert query.grad.shape == (2 + rank, 0)

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import normalize
 
 from allgrad.losses import info_nce_loss, reference, siglip_loss
-from allgrad.losses._pairs import key_blocks, panel_pass
+from allgrad.losses._pairs import key_sums, panel_pass
 from allgrad.losses._tiles import cpu_bfloat16
 from losses._pairs.test_engine import check
 from losses.pairs import LOSSES
@@ -15,7 +15,7 @@ from losses.pairs import LOSSES
 @pytest.mark.ranks(1, 3)
 def test_panels_that_fit_nothing_evenly(rank, world, rows, overlaps_from):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(key_blocks, "OVERLAPS_FROM", overlaps_from)
+        patch.setattr(key_sums, "OVERLAPS_FROM", overlaps_from)
         patch.setattr(panel_pass, "PANEL_SCORES", 0)
         patch.setattr(panel_pass, "FEWEST_ROWS", rows)
         for name in LOSSES:

@@ -119,6 +119,46 @@ def test_each_stream_has_its_own_products(known):
     assert len(known.steps) == 3
 
 
+def test_two_streams_at_a_time(known):
+    """Products of captured steps work in memory of their own on each stream."""
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    given = [inputs("clip", 0, pairs=2048, width=512) for _ in streams]
+    torch.cuda.synchronize()
+    for _ in range(40):
+        found = []
+        for stream, own in zip(streams, given, strict=True):
+            for x in own:
+                x.grad = None
+            with torch.cuda.stream(stream):
+                clip_loss(*own).backward()
+            found.append(own)
+        torch.cuda.synchronize()
+        for x, y in zip(*found, strict=True):
+            assert torch.equal(x.grad, y.grad)
+    assert len(known.steps) == 2
+
+
+@pytest.mark.parametrize(("pairs", "width"), [(300, 96), (4096, 512)])
+def test_memory_of_cublas_is_given_back(known, pairs, width):
+    """As by torch.compile before it captures a graph. What takes its place is not overwritten, and the steps stay right."""
+    for seed in range(8):
+        step("clip", seed, pairs=pairs, width=width)
+    want = step("clip", 9, pairs=pairs, width=width)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((2**25,), 7, dtype=torch.uint8, device="cuda") for _ in range(64)]
+    again = step("clip", 9, pairs=pairs, width=width)
+    assert next(iter(known.steps.values())).last_used == known.calls
+    assert torch.equal(want[1], again[1])
+    for x, y in zip(want[0], again[0], strict=True):
+        assert torch.equal(x.grad, y.grad)
+    assert all(bool((x == 7).all()) for x in others)
+    for seed in range(8):  # captured after it
+        given, loss = step("clip", seed, pairs=pairs + 8, width=width)
+        check("clip", given, loss)
+    assert len(known.steps) == 2
+
+
 def test_second_derivative_of_a_replayed_step(known):
     for seed in range(6):
         step("clip", seed)
@@ -173,6 +213,25 @@ def test_without_capture_kernels_are_launched_one_by_one(known, monkeypatch):
     for seed in range(8):
         given, loss = step("clip", seed)
         check("clip", given, loss)
+    assert not known.steps
+
+
+def test_a_capture_that_fails_inside_leaves_all_as_it_was(known, monkeypatch):
+    from allgrad.losses._tiles import replay
+
+    real, calls = replay.loss_and_products, []
+
+    def fails_in_the_capture(*args, **options):
+        calls.append(torch.cuda.is_current_stream_capturing())
+        if calls[-1]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*args, **options)
+
+    monkeypatch.setattr(replay, "loss_and_products", fails_in_the_capture)
+    for seed in range(12):
+        given, loss = step("clip", seed)
+        check("clip", given, loss)
+    assert calls == [False, True]
     assert not known.steps
 
 

@@ -47,12 +47,12 @@ __all__ = [
     "CallSpec",
     "agree",
     "agree_and",
-    "computed",
     "exchange_texts",
     "gather_rows",
     "may_be_expected",
     "no_values",
     "require",
+    "run_agreed",
     "unreadable",
 ]
 
@@ -136,7 +136,7 @@ def require(condition: object, error: type[InputError], rule: str, advice: str) 
         raise error("\n".join(" ".join(text.split()) for text in (rule, advice)))
 
 
-def computed(name: str, agreed: Agreement, group: GroupLike, compute: Callable[[], T]) -> T:
+def run_agreed(name: str, agreed: Agreement, group: GroupLike, compute: Callable[[], T]) -> T:
     """``compute``, which raises ``Changed`` if a rank turns out to call something else."""
     try:
         return compute()
@@ -163,10 +163,10 @@ def agree_and(
     """
     agreed = agree(name, arguments, check, group, expects=True)
     try:
-        return computed(name, agreed, group, partial(compute, agreed))
+        return run_agreed(name, agreed, group, partial(compute, agreed))
     except Changed:
         agreed = agree(name, arguments, check, group, is_changed=True)
-    return computed(name, agreed, group, partial(compute, agreed))
+    return run_agreed(name, agreed, group, partial(compute, agreed))
 
 
 def agree(

@@ -30,7 +30,7 @@ __all__ = ["Packing", "Part", "gather_rows"]
 
 # Up to so many bytes of all ranks the row of an agreement travels with features. Of more, taking the row
 # out again takes longer than a message of its own.
-ROW_BESIDE = {"cpu": 2**22}
+ROW_BESIDE_ON_CPUS = 2**22
 ROW_BESIDE_ON_DEVICES = 2**25
 
 
@@ -42,7 +42,8 @@ def gather_rows(
         return all_gather(own, sizes=sizes, group=group, grad="none")
     elements = tuple(size * own.shape[1] for size in sizes)
     kind = own.device.type
-    is_small = sum(elements) * own.itemsize <= ROW_BESIDE.get(kind, ROW_BESIDE_ON_DEVICES)
+    most = ROW_BESIDE_ON_CPUS if kind == "cpu" else ROW_BESIDE_ON_DEVICES
+    is_small = sum(elements) * own.itemsize <= most
     if agreed.call.payload is None and is_small and kind != "meta":
         agreed.call.payload = Payload(elements, own.dtype, own.device)
     if agreed.row is None:
@@ -54,7 +55,7 @@ def gather_rows(
     sent = torch.cat([own.reshape(-1), row])
     messages = all_gather(sent, sizes=counts, group=group, grad="none").split(counts)
     agreed.confirm(torch.cat([message[-len(row) :] for message in messages]).view(torch.int64))
-    return torch.cat([message[: -len(row)] for message in messages]).view(-1, own.shape[1])
+    return torch.cat([message[: -len(row)] for message in messages]).view(sum(sizes), own.shape[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from allgrad._wire.groups import find_group
 from allgrad.losses._computed_on import computed_on
 from allgrad.losses._pairs.config import LossConfig
 from allgrad.losses._pairs.first_order import Inputs, Kept, one_rank_kernels
-from allgrad.losses._pairs.fused_pass import FUSED_DTYPES, kept_scores
+from allgrad.losses._pairs.fused_pass import kept_scores
 from allgrad.losses._pairs.key_blocks import KeyLayout
 from allgrad.losses._pairs.modes import differentiable_gradients, refuse_batches
-from allgrad.losses._tiles.torch import has_triton
+from allgrad.losses._tiles.torch import TRITON_DTYPES, has_triton
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,7 +73,7 @@ def loss_of_one_rank(
         return None
     shape, dtype, device = q.shape, q.dtype, q.device
     if not (
-        dtype in FUSED_DTYPES
+        dtype in TRITON_DTYPES
         and len(shape) == 2
         and k.dtype is dtype
         and k.shape == shape

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.losses._pairs.config import Sums
-from allgrad.losses._pairs.fused_pass import FusedPass, has_fused_kernels, kept_scores
+from allgrad.losses._pairs.fused_pass import FusedPass, kept_scores
 from allgrad.losses._pairs.key_blocks import GatheredKeys, KeyBlock, key_blocks, needs_ring
 from allgrad.losses._pairs.panel_pass import PanelPass, has_panels
 from allgrad.losses._pairs.score_pass import ScorePass
 from allgrad.losses._pairs.whole_pass import is_small, loss_and_gradients, times_weight
 from allgrad.losses._tiles.accumulators import times
+from allgrad.losses._tiles.torch import has_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,7 +70,7 @@ class Kept(NamedTuple):
             return Kept(products=one_rank_kernels().Products(*tensors))
         joined, row_lse, column_lse, pair_weights, *others = tensors
         if pair_weights is None:
-            return Kept(joined, None, tuple(others[4:]), tuple(others[:4]))
+            return Kept(prepared=tuple(others[:4]))
         return Kept(joined, Sums(row_lse, column_lse, pair_weights), tuple(others[4:]))
 
 
@@ -105,7 +106,7 @@ def loss_value(config: LossConfig, x: Inputs, needed: Sequence[bool]) -> tuple[T
         loss, gradients = PanelPass(config, *x, joined).run(needed)
         return loss, Kept(prepared=gradients)
     keep = keeps_scores(config, x.q, ring=ring)
-    if isinstance(keys, GatheredKeys) and keep and len(x.q) and has_fused_kernels(x.q):
+    if isinstance(keys, GatheredKeys) and keep and len(x.q) and has_kernels(x.q):
         if config.layout.world == 1 and config.needs_grad:
             return _alone(config, x, needed)
         fused = FusedPass(config, x.q, x.scale, x.bias, keys.block)
@@ -135,7 +136,7 @@ def first_gradients(
     assert kept.sums is not None
     ring = kept.joined is None
     keep = keeps_scores(config, x.q, ring=ring)
-    if kept.joined is not None and keep and len(x.q) and has_fused_kernels(x.q):
+    if kept.joined is not None and keep and len(x.q) and has_kernels(x.q):
         (matrix,) = kept.states
         assert matrix is not None
         block = KeyBlock(0, kept.joined, 0, config.layout.start)

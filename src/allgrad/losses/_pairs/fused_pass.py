@@ -13,7 +13,7 @@ from allgrad.losses._pairs.column_sums import column_sums
 from allgrad.losses._pairs.config import Sums
 from allgrad.losses._pairs.key_blocks import reduce_sums
 from allgrad.losses._tiles.accumulators import times
-from allgrad.losses._tiles.torch import KEPT_SCORES, has_triton
+from allgrad.losses._tiles.torch import KEPT_SCORES, has_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,14 +23,9 @@ if TYPE_CHECKING:
     from allgrad.losses._pairs.config import LossConfig
     from allgrad.losses._pairs.key_blocks import KeyBlock
 
-__all__ = ["FUSED_DTYPES", "FusedPass", "has_fused_kernels", "kept_scores"]
+__all__ = ["FusedPass", "kept_scores"]
 
 _LARGE_DEVICE = 64 << 30  # bytes
-FUSED_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
-
-
-def has_fused_kernels(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in FUSED_DTYPES and has_triton()
 
 
 @cache
@@ -45,7 +40,7 @@ def kept_scores(q: Tensor, *, alone: bool) -> int:
     device. The scores then take 4 GiB, and their weights in 16 bits 2 GiB.
     """
     limit = KEPT_SCORES.get(q.device.type, 0)
-    if alone and has_fused_kernels(q) and _is_large(q.device):
+    if alone and has_kernels(q) and _is_large(q.device):
         return 4 * limit
     return limit
 

@@ -12,7 +12,7 @@ from allgrad._core.torch_internals import functorch_active, transform_names
 from allgrad._wire.calls import resolve
 from allgrad._wire.consistency import refuse
 from allgrad.errors import InputError
-from allgrad.losses._arguments.agreement import computed
+from allgrad.losses._arguments.agreement import run_agreed
 from allgrad.losses._arguments.expected_calls import Changed
 from allgrad.losses._arguments.feature_checks import number, plain_number
 from allgrad.losses._arguments.handshake import exchange_args
@@ -135,7 +135,7 @@ def _loss_of(
     inputs = q, k, scale, biases[0] if biases else None
     if config.agreed is None:
         return contrastive_loss(config, *inputs)
-    return computed(name, config.agreed, group, lambda: contrastive_loss(config, *inputs))
+    return run_agreed(name, config.agreed, group, lambda: contrastive_loss(config, *inputs))
 
 
 def _grad_needs(features: list[Tensor | None], scalars: list[Tensor | None]) -> GradNeeds:

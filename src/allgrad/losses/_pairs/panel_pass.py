@@ -18,7 +18,7 @@ import torch
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.losses._kind import LossKind
 from allgrad.losses._pairs.column_sums import softplus
-from allgrad.losses._pairs.key_blocks import KeySums
+from allgrad.losses._pairs.key_sums import KeySums
 from allgrad.losses._tiles.accumulators import accumulator_dtype, panels
 from allgrad.losses._tiles.cpu_bfloat16 import multiplies_bfloat16, multiplies_twice
 from allgrad.losses._tiles.torch import row_dots, scores_of

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from allgrad.losses._tiles import fused_kernels as kernels
+from allgrad.losses._tiles.capture_stream import capture_stream
 from allgrad.losses._tiles.launches import Launch
 from allgrad.losses._tiles.one_rank import (
     address_of,
@@ -93,7 +94,7 @@ class _Captured:
         """Run it once on another stream, which loads what must be loaded, then capture it there."""
         unused = torch.empty_like(self.scale)
         self.address.fill_(unused.data_ptr())
-        stream, side = torch.cuda.current_stream(), _side_stream(key.device)
+        stream, side = torch.cuda.current_stream(), capture_stream(key.device, key.stream)
         side.wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         try:
@@ -211,13 +212,6 @@ class _Known:
 
 
 _known = _Known()
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
 
 
 def replayed(  # noqa: PLR0917

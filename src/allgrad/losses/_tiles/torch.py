@@ -33,6 +33,7 @@ CPU_TILE = 512, 1024  # rows and columns of a tile that stays in the caches of a
 DEVICE_TILE = 4096, 4096
 # Up to so many scores of a rank are kept from forward to backward, instead of computed twice.
 KEPT_SCORES = {"cpu": 2**24, "cuda": 2**28}
+TRITON_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +244,7 @@ def scores_of(
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
     """The dot product of each row of ``a`` with the same row of ``b``, in the accumulator's dtype."""
-    if _has_kernels(a):
+    if has_kernels(a) and a.itemsize == 2:
         from allgrad.losses._tiles.triton import row_dots as triton_row_dots
 
         return triton_row_dots(a, b)
@@ -265,8 +266,7 @@ def tiles_for(
     keep: bool = False,
 ) -> Tiles:
     """Tiles for these features: on a CUDA device Triton kernels up to 32 bits, otherwise plain torch."""
-    is_float32 = q.is_cuda and q.dtype == torch.float32 and has_triton()
-    if (_has_kernels(q) or is_float32) and not keep:
+    if has_kernels(q) and not keep:
         from allgrad.losses._tiles.triton import TritonTiles
 
         return TritonTiles(q, k, scale, bias=bias, first_pair=first_pair, state=state)
@@ -278,5 +278,6 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _has_kernels(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in {torch.bfloat16, torch.float16}
+def has_kernels(x: Tensor) -> bool:
+    """Whether there are Triton kernels for it."""
+    return x.is_cuda and x.dtype in TRITON_DTYPES and has_triton()
