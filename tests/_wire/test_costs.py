@@ -49,10 +49,14 @@ def even_chunks(n, ranks):
     return [4 * count for count in even(n // 4, ranks)]
 
 
+def star_total():
+    return situation.STAR_TOTAL_CROWDED if here().crowded else situation.STAR_TOTAL
+
+
 def all_gather(n, r):
     """``n`` are the bytes of each rank's piece, ``r`` is this rank."""
     world = len(n)
-    if sum(n) <= situation.STAR_TOTAL and world > 2:
+    if sum(n) <= star_total() and world > 2:
         return through_root(n, [sum(n)] * world, r)
     return all_gather_pairwise(n, r)
 
@@ -64,7 +68,7 @@ def all_gather_pairwise(n, r):
 
 def reduce_scatter(n, r):
     world = len(n)
-    if sum(n) <= situation.STAR_TOTAL and world > 2:
+    if sum(n) <= star_total() and world > 2:
         return through_root([sum(n)] * world, n, r)
     return reduce_scatter_pairwise(n, r)
 
@@ -78,8 +82,7 @@ def reduce_scatter_pairwise(n, r):
 def all_reduce(n, r):
     limit = situation.STAR_SUM_OF_TWO
     if len(n) > 2:
-        crowded = find_topology(resolve("test", None)).crowded
-        limit = situation.STAR_SUM_CROWDED if crowded else algorithms.STAR_SUM
+        limit = situation.STAR_SUM_CROWDED if here().crowded else situation.STAR_SUM
     if n[r] <= limit:
         return through_root(n, n, r)
     chunk = even_chunks(n[r], len(n))

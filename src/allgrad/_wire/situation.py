@@ -20,6 +20,7 @@ __all__ = [
     "PART",
     "STACKED_BLOCK",
     "STAR_TOTAL",
+    "STAR_TOTAL_CROWDED",
     "Situation",
     "always",
     "goes_around",
@@ -34,6 +35,7 @@ __all__ = [
     "one_to_a_host",
     "receives_first",
     "star_sum",
+    "star_total",
 ]
 
 KiB, MiB = 1024, 1024 * 1024
@@ -43,7 +45,8 @@ STAR_SUM = COPIES_PIECE = 256 * KiB  # of one rank's piece
 STAR_SUM_OF_TWO = 4 * MiB
 # Where ranks outnumber cores, few messages matter more than busy ranks.
 STAR_SUM_CROWDED = 1 * MiB
-STAR_EXCHANGE_CROWDED = 1 * MiB  # of all ranks together
+STAR_TOTAL_CROWDED = 640 * KiB  # of all ranks together
+STAR_EXCHANGE_CROWDED = 1 * MiB  # likewise
 STACKED_BLOCK = 128 * KiB  # of a reduce_scatter, added up when all are there
 REPEATED_BLOCK = 16 * KiB  # between hosts
 PART = 64 * KiB  # of a block: larger ones travel by themselves rather than being put in order
@@ -97,7 +100,11 @@ def always(_: Situation) -> bool:
 
 
 def is_small(s: Situation) -> bool:
-    return s.gloo and s.ranks > 2 and s.total <= STAR_TOTAL
+    return s.gloo and s.ranks > 2 and s.total <= star_total(s)
+
+
+def star_total(s: Situation) -> int:
+    return STAR_TOTAL_CROWDED if s.topology.crowded and s.hosts == 1 else STAR_TOTAL
 
 
 def receives_first(s: Situation) -> bool:
