@@ -20,10 +20,23 @@ def test_two_products_give_the_digits_that_one_rounds_off(shape):
     assert ((got - exact).abs() <= exact.abs() * 2.0**-16 + size * 2.0**-22).all()
 
 
+@pytest.mark.parametrize(("speed", "wanted"), [(1, (0, 0)), (2, (1, 0)), (8, (1, 1))])
+def test_only_long_products_are_in_bfloat16(monkeypatch, speed, wanted):
+    monkeypatch.setattr(cpu_bfloat16, "_speed", lambda: speed)
+    x = torch.empty(128, 256, dtype=torch.bfloat16)
+    for choice, is_wanted in zip(
+        (cpu_bfloat16.multiplies_bfloat16, cpu_bfloat16.multiplies_twice), wanted, strict=True
+    ):
+        assert choice(x, 256) == bool(is_wanted)
+        assert not choice(x, 255)
+        assert not choice(x.float(), 256)
+
+
 @pytest.mark.parametrize("speed", [1, 2, 8])
 @pytest.mark.parametrize("kept", [True, False])
 def test_clip_loss_at_every_speed_of_such_products(monkeypatch, kept, speed):
     """Scores rounded to 16 bits would change the gradients by 0.01 and more, at this scale all of them."""
+    monkeypatch.setattr(cpu_bfloat16, "FROM", 0)
     monkeypatch.setattr(cpu_bfloat16, "_speed", lambda: speed)
     if not kept:
         monkeypatch.setattr(tiles, "CPU_TILE", (40, 30))

@@ -19,7 +19,7 @@ from allgrad._wire.topology import ONE_HOST, Topology
 from allgrad.losses._pairs.column_sums import ONE_MESSAGE_UP_TO
 from allgrad.losses._pairs.global_loss import BUDGET
 from allgrad.losses._pairs.key_blocks import KeyLayout, needs_ring
-from allgrad.losses._pairs.whole_pass import SMALL_UP_TO
+from allgrad.losses._pairs.whole_pass import is_few
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 from allgrad.losses._tiles.torch import KEPT_SCORES
 
@@ -95,7 +95,7 @@ class ClipStep:
     def _calls(self, ranks: int, ring: bool) -> Iterator[tuple[str, str, int, int]]:
         wide = accumulator_dtype(self.dtype).itemsize
         elements, total = self.pairs * self.width, self.pairs * ranks
-        if not ring and self._device == "cpu" and total**2 * self.width <= SMALL_UP_TO:
+        if not ring and self._device == "cpu" and is_few(total, self.width):
             yield "queries and keys", "all_gather", 2 * elements * self.dtype.itemsize, 1
             yield "weight of the loss", "all_reduce", wide, 1
             return

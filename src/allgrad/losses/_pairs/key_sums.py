@@ -11,6 +11,8 @@ from allgrad._autograd.async_calls import DoneHandle
 from allgrad.collectives.all_gather import reduce_scatter
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
     from allgrad._autograd.async_calls import Handle
@@ -18,78 +20,109 @@ if TYPE_CHECKING:
 
 __all__ = ["KeySums"]
 
-OVERLAPS_FROM = 2**18  # bytes; for fewer, starting a thread takes longer than the transfer
-ONE_PRODUCT_UP_TO = 2**21  # elements; of more, a rank's block at a time, which takes less memory
+OVERLAPS_FROM = 2**20  # bytes; for fewer, starting a thread takes longer than the transfer
+ONE_PRODUCT_UP_TO = (
+    2**21
+)  # elements of 16 bits; of more, a rank's block at a time takes less memory
 
 
 class KeySums:
-    """Accumulators for the keys of all ranks, in the message of ``reduce_sums``, which saves a copy of them.
+    """Sums for all keys, and a number of each rank, which travel to the ranks that hold the keys.
 
-    rank 0   [ a0 a0 t0 | b0 t0 | c0 t0 ]      blocks: a0 a0, b0 and c0
+    rank 0   [ a0 t0 | b0 t0 | c0 t0 ]
+             [ a0    |       | c0    ]
+             [       |       | c0    ]
+
+    A key's sums have one element more than its width, of which the first of a rank carries the number;
+    the block of a rank without keys is that number alone. So one product gives the sums for all keys in
+    the message itself, if every rank has some.
     """
 
     def __init__(self, layout: KeyLayout, width: int, like: Tensor) -> None:
         self.layout, self.width = layout, width
-        self.counts = tuple(size * width + 1 for size in layout.sizes)
+        self.counts = tuple(max(1, size * (width + 1)) for size in layout.sizes)
         self.starts = (0, *accumulate(self.counts))
         self.message = like.new_empty(self.starts[-1])
-        self.rows = self.message.view(layout.world, -1) if layout.is_equal else None
+        self.joined: Tensor | None = None
+        if 0 in layout.sizes:
+            self.message.zero_()
+        else:
+            rows = self.message.view(-1, width + 1)
+            rows[:, width:].zero_()
+            self.joined = rows[:, :width]
         self.is_empty = True
         self.own_term: Tensor
         self.received: Handle[Tensor]
 
     def block(self, rank: int) -> Tensor:
         """The sums for one rank's keys."""
-        start, size = self.starts[rank], self.layout.sizes[rank]
-        return self.message[start : start + size * self.width].view(size, self.width)
+        return self._sums(self.message[self.starts[rank] : self.starts[rank + 1]], rank)
 
     def blocks(self) -> list[Tensor]:
         return [self.block(rank) for rank in range(self.layout.world)]
 
+    def _sums(self, part: Tensor, rank: int) -> Tensor:
+        size = self.layout.sizes[rank]
+        return part[: size * (self.width + 1)].view(size, self.width + 1)[:, : self.width]
+
     def add_product(self, weights: Tensor, own: Tensor, gain: Tensor) -> None:
         """Add ``gain * weights.T @ own``; weights have a column for each key of all ranks."""
-        sizes = self.layout.sizes
-        if self.is_empty and sum(sizes) * self.width <= ONE_PRODUCT_UP_TO:
-            # Multiplied by a number, one of a narrower dtype would be rounded once more.
-            product = torch.mm(weights.T, own).to(self.message.dtype)
-            if self.rows is not None:
-                torch.mul(product.view(len(sizes), -1), gain, out=self.rows[:, :-1])
-            else:
-                for block, part in zip(self.blocks(), product.split(sizes), strict=True):
-                    torch.mul(part, gain, out=block)
+        if own.dtype != self.message.dtype:
+            self._add_narrow_product(weights, own, gain)
         else:
-            if self.is_empty:
-                self.message.zero_()
-            narrow = own.dtype != self.message.dtype
-            scaled = own if narrow else own * gain
-            for block, columns in zip(self.blocks(), weights.split(sizes, 1), strict=True):
-                if narrow:
-                    block.addcmul_(torch.mm(columns.T, own), gain)
+            scaled = own * gain
+            for sums, columns in self._parts(weights):
+                if self.is_empty:
+                    torch.mm(columns.T, scaled, out=sums)
                 else:
-                    block.addmm_(columns.T, scaled)
+                    sums.addmm_(columns.T, scaled)
         self.is_empty = False
+
+    def _add_narrow_product(self, weights: Tensor, own: Tensor, gain: Tensor) -> None:
+        if self.is_empty and weights.shape[1] * self.width <= ONE_PRODUCT_UP_TO:
+            for sums, columns in self._parts(weights):
+                # Multiplied by a number as it is, it would be rounded once more.
+                torch.mul(torch.mm(columns.T, own).to(sums.dtype), gain, out=sums)
+            return
+        if self.is_empty:
+            self.message.zero_()
+        for sums, columns in self._parts_by_rank(weights):
+            sums.addcmul_(torch.mm(columns.T, own), gain)
+
+    def _parts(self, weights: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """The sums that one product gives, with their columns."""
+        return self._parts_by_rank(weights) if self.joined is None else ((self.joined, weights),)
+
+    def _parts_by_rank(self, weights: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        return zip(self.blocks(), weights.split(self.layout.sizes, 1), strict=True)
 
     def start(self, own_term: Tensor, *, overlaps: bool) -> None:
         """Send all sums, and a number of this rank; with ``overlaps`` there is work while they travel."""
-        if self.rows is not None:
-            self.rows[:, -1] = own_term
+        self.own_term, layout = own_term, self.layout
+        if layout.world == 1:
+            return
+        if layout.is_equal and self.joined is not None:
+            self.message.view(layout.world, -1)[:, self.width] = own_term
         else:
             for part in self.message.split(self.counts):
-                part[-1] = own_term
-        self.own_term, group = own_term, self.layout.group
-        if self.layout.world > 1:
-            if overlaps and self.message.nbytes >= OVERLAPS_FROM:
-                self.received = reduce_scatter(
-                    self.message, sizes=self.counts, group=group, grad="none", async_op=True
-                )
-            else:
-                self.received = DoneHandle(
-                    reduce_scatter(self.message, sizes=self.counts, group=group, grad="none")
-                )
+                part[self._place(part)] = own_term
+        if overlaps and self.message.nbytes >= OVERLAPS_FROM:
+            self.received = reduce_scatter(
+                self.message, sizes=self.counts, group=layout.group, grad="none", async_op=True
+            )
+        else:
+            self.received = DoneHandle(
+                reduce_scatter(self.message, sizes=self.counts, group=layout.group, grad="none")
+            )
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """The sums over ranks for this rank's keys, and that of all ranks' numbers."""
+        rank = self.layout.rank
         if self.layout.world == 1:
-            return self.block(0), self.own_term
+            return self.block(rank), self.own_term
         received = self.received.wait()
-        return received[:-1].view(self.layout.sizes[self.layout.rank], self.width), received[-1]
+        return self._sums(received, rank), received[self._place(received)]
+
+    def _place(self, part: Tensor) -> int:
+        """Where the number is in the part of the message for one rank."""
+        return min(self.width, len(part) - 1)

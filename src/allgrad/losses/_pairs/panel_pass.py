@@ -24,15 +24,13 @@ from allgrad.losses._tiles.cpu_bfloat16 import multiplies_bfloat16, multiplies_t
 from allgrad.losses._tiles.torch import row_dots, scores_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     from allgrad.losses._pairs.config import LossConfig
 
 __all__ = ["PanelPass", "has_panels"]
-
-aten = torch.ops.aten
 
 PANEL_SCORES = 2**21
 FEWEST_ROWS = 128  # with fewer, the sums for all keys would be read and written too often
@@ -56,47 +54,47 @@ class PanelPass:
     ) -> None:
         self.config, self.q, self.k, self.scale, self.bias = config, q, k, scale, bias
         self.dtype, self.gain = accumulator_dtype(q.dtype), config.mean_factor * scale
-        self.joined, self.narrow = joined, multiplies_bfloat16(q)
-        # The scores of pairs: those of a product in the accumulators' dtype, or of more digits.
-        self.exact = not multiplies_twice(q)
+        self.joined, self.narrow = joined, multiplies_bfloat16(q, len(joined))
+        self.exact = not multiplies_twice(q, len(joined))
         wide = joined.to(self.dtype) if self.exact else joined
         self.score_keys, self.gradient_keys = wide, joined if self.narrow else wide
-        self.pairs = scale.new_empty(q.shape[0]) if self.exact else row_dots(q, k).mul_(scale)
-        if not self.exact and bias is not None:
-            self.pairs.add_(bias)
-        self.by_pair = torch.empty_like(self.pairs)  # the derivatives by these
-        self.loss = scale.new_zeros(())  # the sum of this rank's terms
+        if not self.exact:  # the scores of pairs with more digits
+            self.pairs = row_dots(q, k).mul_(scale)
+            if bias is not None:
+                self.pairs.add_(bias)
+        if self.narrow:
+            self.by_pair = scale.new_empty(q.shape[0])  # the derivatives by the scores of pairs
+        self.terms: list[Tensor] = []  # of the loss, each the sum of a panel
+        self.by_bias: list[Tensor] = []  # likewise
 
     def run(self, needed: Sequence[bool]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """The loss, and its gradients by queries, keys, scale and bias."""
-        config, layout, q = self.config, self.config.layout, self.q
+        config, q = self.config, self.q
         count, columns = q.shape[0], self.joined.shape[0]
         height = min(count, max(PANEL_SCORES // columns, FEWEST_ROWS))
-        sigmoid = config.kind is LossKind.SIGMOID
-        terms: Callable[..., Tensor] = self._sigmoid if sigmoid else self._softmax
-        memory = [self.scale.new_empty(height, columns) for _ in range(3 if sigmoid else 2)]
+        needs_query = config.needs_grad and (needed[0] or needed[2])
+        self.needs_bias = config.needs_grad and self.bias is not None and needed[3]
+        add_terms = self._sigmoid if config.kind is LossKind.SIGMOID else self._softmax
+        # One allocation: of two, the C library may give pages back and take them anew in each step.
+        memory = self.scale.new_empty(2, height, columns)
         by_query, by_key = None, None
-        if config.needs_grad and (needed[0] or needed[2]):
+        if needs_query:
             by_query = torch.empty_like(q, dtype=self.dtype)
         if config.needs_grad and config.needs_key_grad:
-            by_key = KeySums(layout, self.joined.shape[1], self.scale)
-        self.by_bias = self.scale.new_zeros(()) if self.bias is not None and needed[3] else None
+            by_key = KeySums(config.layout, self.joined.shape[1], self.scale)
         for rows in panels(count, max(1, height)):
-            own, size = q[rows], rows.stop - rows.start
-            scores, *spare = memory if size == height else [x[:size] for x in memory]
+            own = q if height == count else q[rows]
+            scores, spare = memory[:, : len(own)].unbind()
             scores_of(own, self.score_keys, self.scale, self.bias, out=scores)
-            first = layout.start + rows.start
-            self._take_pairs(scores.diagonal(first), rows)
-            weights = terms(scores, *spare, rows)
+            weights = add_terms(scores, spare, rows)
             if self.narrow and config.needs_grad:
-                weights = weights.to(self.gradient_keys.dtype)
-            else:
-                weights.diagonal(first).copy_(self.by_pair[rows])
+                weights = self._narrowed(weights, rows)
             if by_key is not None:
                 by_key.add_product(weights, own.to(weights.dtype), self.gain)
                 if rows.stop == count:
                     # The message travels while the last product is computed.
-                    self._start_keys(by_key, overlaps=by_query is not None)
+                    self._start_keys(by_key, overlaps=needs_query)
+            # A product that is changed in place later is not one of mm's own: whole_pass tells why.
             if by_query is not None and self.narrow:
                 by_query[rows] = torch.mm(weights, self.gradient_keys)
             elif by_query is not None:
@@ -106,27 +104,26 @@ class PanelPass:
             self._start_keys(by_key, overlaps=False)
         return self._of_all_ranks(by_query, by_key, needed)
 
-    def _take_pairs(self, pairs: Tensor, rows: slice) -> None:
-        if self.exact:
-            self.pairs[rows] = pairs
-        pairs.fill_(-torch.inf)  # they count apart
+    def _pairs_of(self, panel: Tensor, rows: slice) -> Tensor:
+        return panel.diagonal(self.config.layout.start + rows.start)
 
-    def _sigmoid(self, scores: Tensor, weights: Tensor, spare: Tensor, rows: slice) -> Tensor:
-        """Add a panel's terms to the loss; the derivatives by its scores, 0 at pairs."""
-        # log(1 + exp(score)) = -logsigmoid(-score), whose exponentials serve its derivative too.
-        aten.log_sigmoid_forward.output(scores.neg_(), output=weights, buffer=spare)
-        self.loss -= weights.sum()
-        one = self.loss.new_ones(()).expand_as(scores)
-        aten.log_sigmoid_backward.grad_input(one, scores, spare, grad_input=weights)
-        away = -self.pairs[rows]
-        self.loss += softplus(away).sum()
-        by_pair = self.by_pair[rows] = away.sigmoid_().neg_()
-        if self.by_bias is not None:
-            self.by_bias += weights.sum() + by_pair.sum()
-        return weights
+    def _sigmoid(self, scores: Tensor, spare: Tensor, rows: slice) -> Tensor:
+        """Add a panel's terms to the loss; the derivatives by its scores."""
+        if not self.exact:
+            self._pairs_of(scores, rows).copy_(self.pairs[rows])
+        # The term of a score is log(1 + exp(score)), that of a pair's log(1 + exp(-score)).
+        self._pairs_of(scores, rows).neg_()
+        self.terms.append(softplus(scores, out=spare).sum())
+        self._pairs_of(scores.sigmoid_(), rows).neg_()
+        if self.needs_bias:
+            self.by_bias.append(scores.sum())
+        return scores
 
     def _softmax(self, scores: Tensor, weights: Tensor, rows: slice) -> Tensor:
-        """The same."""
+        """The same. Pairs are kept out of the sums, so that a small loss keeps its digits (engine)."""
+        of_pairs = self._pairs_of(scores, rows)
+        pairs = of_pairs.clone() if self.exact else self.pairs[rows]
+        of_pairs.fill_(-torch.inf)
         highest = scores.amax(1)
         torch.softmax(scores, 1, out=weights)
         if len(self.joined) > 1:
@@ -134,16 +131,29 @@ class PanelPass:
         else:
             negatives = highest  # of nothing: -inf
             weights.zero_()
-        differences = negatives.sub_(self.pairs[rows])
-        self.loss += softplus(differences).sum()
+        differences = negatives.sub_(pairs)
+        self.terms.append(softplus(differences).sum())
         lost = differences.sigmoid_()
-        by_pair = torch.neg(lost, out=self.by_pair[rows])
         smoothing = self.config.smoothing
         if smoothing:
-            by_pair += smoothing
             every = self.scale * self._sum(self.q[rows]).dot(self._sum(self.joined))
-            self.loss += smoothing * (self.pairs[rows].sum() - every / len(self.joined))
-        return weights.mul_(lost.unsqueeze(1)) if self.config.needs_grad else weights
+            self.terms.append(smoothing * (pairs.sum() - every / len(self.joined)))
+        if self.config.needs_grad:
+            weights.mul_(lost.unsqueeze(1))
+            self._pairs_of(weights, rows).copy_(
+                lost.neg_().add_(smoothing) if smoothing else lost.neg_()
+            )
+        return weights
+
+    def _narrowed(self, weights: Tensor, rows: slice) -> Tensor:
+        """A panel's derivatives in the dtype of its products, but those of pairs, which are kept apart.
+
+        A pair's and the others' nearly cancel: rounded to 16 bits, they would not.
+        """
+        of_pairs = self._pairs_of(weights, rows)
+        self.by_pair[rows] = of_pairs
+        of_pairs.zero_()
+        return weights.to(self.gradient_keys.dtype)
 
     def _start_keys(self, by_key: KeySums, *, overlaps: bool) -> None:
         """Add to the gradients of keys what products leave out, and send them, with the loss."""
@@ -153,7 +163,7 @@ class PanelPass:
         if self.narrow:
             mine, own = by_key.block(self.config.layout.rank), self.q.to(self.dtype)
             mine[: len(own)].addcmul_((gain * self.by_pair).unsqueeze(1), own)
-        by_key.start(self.loss, overlaps=overlaps)
+        by_key.start(self._total(self.terms), overlaps=overlaps)
 
     def _finish_queries(self, by_query: Tensor) -> None:
         """The same for queries."""
@@ -163,13 +173,16 @@ class PanelPass:
             pairs = self.k[: len(self.q)].to(self.dtype)
             by_query.addcmul_(self.by_pair.unsqueeze(1), pairs)
 
+    def _total(self, parts: Sequence[Tensor]) -> Tensor:
+        return sum(parts[1:], start=parts[0]) if parts else self.scale.new_zeros(())
+
     def _sum(self, x: Tensor) -> Tensor:
         return x.sum(0, dtype=self.dtype)
 
     def _of_all_ranks(
         self, by_query: Tensor | None, by_key: KeySums | None, needed: Sequence[bool]
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        layout, factor, loss = self.config.layout, self.config.mean_factor, self.loss
+        layout, factor = self.config.layout, self.config.mean_factor
         by_scale = None
         if by_query is not None:
             self._finish_queries(by_query)
@@ -179,7 +192,9 @@ class PanelPass:
         own = None
         if by_key is not None:
             own, loss = by_key.wait()
-        elif layout.world > 1:
-            loss = all_reduce(loss, group=layout.group, grad="none")
-        by_bias = None if self.by_bias is None else self.by_bias * factor
+        else:
+            loss = self._total(self.terms)
+            if layout.world > 1:
+                loss = all_reduce(loss, group=layout.group, grad="none")
+        by_bias = self._total(self.by_bias) * factor if self.needs_bias else None
         return loss * factor, (by_query, own if needed[1] else None, by_scale, by_bias)

@@ -16,6 +16,7 @@ import torch
 
 from allgrad.losses._arguments.packed import gather_rows
 from allgrad.losses._kind import LossKind
+from allgrad.losses._pairs.column_sums import softplus
 from allgrad.losses._pairs.key_blocks import needs_ring
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
 
     from allgrad.losses._pairs.config import LossConfig
 
-__all__ = ["is_small", "loss_and_gradients", "times_weight"]
+__all__ = ["is_few", "is_small", "loss_and_gradients", "times_weight"]
 
-# Up to so many multiplications for the scores of all pairs. Above, the ranks share the work.
-SMALL_UP_TO = 2**21
+# Up to so many multiplications for the scores of all pairs. Above, the ranks share the work. The
+# exponentials of a score, and what is made of them, take about as long as so many more.
+SMALL_UP_TO, EXPONENTIALS = 2**25, 128
 
 
 def is_small(config: LossConfig, q: Tensor) -> bool:
@@ -40,9 +42,14 @@ def is_small(config: LossConfig, q: Tensor) -> bool:
         and not needs_ring(config.layout, q, config.budget, config.ring)
         and not config.label_smoothing
         and config.pairs == sizes
-        and sum(sizes) ** 2 * q.shape[1] <= SMALL_UP_TO
+        and is_few(sum(sizes), q.shape[1])
         and q.device.type == "cpu"
     )
+
+
+def is_few(pairs: int, width: int) -> bool:
+    """Whether the scores of so many pairs, of all ranks, are computed by each."""
+    return pairs**2 * (width + EXPONENTIALS) <= SMALL_UP_TO
 
 
 def loss_and_gradients(  # noqa: PLR0917
@@ -89,7 +96,7 @@ def _sigmoid(scores: Tensor, bias: Tensor | None, needs_grad: bool) -> tuple[Ten
     if bias is not None:
         scores.add_(bias)
     scores.diagonal().neg_()
-    loss = torch.logaddexp(scores, scores.new_zeros(())).sum()
+    loss = softplus(scores).sum()
     if not needs_grad:
         return loss, None
     by_score = scores.sigmoid_()
@@ -102,7 +109,7 @@ def _softmax(kind: LossKind, scores: Tensor, needs_grad: bool) -> tuple[Tensor, 
     pairs = scores.diagonal().clone()
     scores.fill_diagonal_(-torch.inf)
     rows = scores.logsumexp(1).sub_(pairs)  # relative to the score of the pair
-    row_terms = torch.logaddexp(rows, scores.new_zeros(()))
+    row_terms = softplus(rows)
     loss = row_terms.sum()
     if kind is LossKind.SOFTMAX_ROWS:
         if not needs_grad:
@@ -111,7 +118,7 @@ def _softmax(kind: LossKind, scores: Tensor, needs_grad: bool) -> tuple[Tensor, 
         by_score.diagonal().sub_(rows.sigmoid_())
         return loss, by_score
     columns = scores.logsumexp(0).sub_(pairs)
-    column_terms = torch.logaddexp(columns, scores.new_zeros(()))
+    column_terms = softplus(columns)
     loss.add_(column_terms.sum())
     if not needs_grad:
         return loss, None

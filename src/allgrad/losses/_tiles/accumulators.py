@@ -78,4 +78,6 @@ def scale_and_cast(parts: list[Tensor], gain: Tensor, dtype: torch.dtype) -> Ten
 
 def times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """``x * factor`` in ``dtype``, rounded once, without a copy in between."""
+    if x.dtype is dtype:
+        return x * factor
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))

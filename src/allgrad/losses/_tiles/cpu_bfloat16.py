@@ -24,14 +24,20 @@ if TYPE_CHECKING:
 __all__ = ["multiplies_bfloat16", "multiplies_twice", "product_of_two"]
 
 
-def multiplies_bfloat16(x: Tensor) -> bool:
-    """Whether products with ``x`` take less time in bfloat16 than in float32."""
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _speed() > 1
+FROM = (
+    2**23
+)  # multiplications; for fewer, putting the matrices in order takes longer than the product
 
 
-def multiplies_twice(x: Tensor) -> bool:
+def multiplies_bfloat16(x: Tensor, columns: int) -> bool:
+    """Whether a product of ``x`` and so many columns takes less time in bfloat16 than in float32."""
+    is_long = x.numel() * columns >= FROM
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and is_long and _speed() > 1
+
+
+def multiplies_twice(x: Tensor, columns: int) -> bool:
     """Whether even two of them take less time than one in float32."""
-    return multiplies_bfloat16(x) and _speed() > 2
+    return multiplies_bfloat16(x, columns) and _speed() > 2
 
 
 @cache

@@ -135,7 +135,7 @@ class Tiles:
     def add_gradients(self, weights: Weights, gain: Tensor, into: Gradients) -> None:
         """Add the contributions of these scores to the accumulators."""
         # The other kinds come here around a ring only, where messages take longer than products.
-        narrow = weights.kind is LossKind.SOFTMAX_BOTH and multiplies_bfloat16(self.q)
+        narrow = weights.kind is LossKind.SOFTMAX_BOTH and multiplies_bfloat16(self.q, len(self.k))
         for rows in panels(len(self.q), self.block_m):
             own = self.q[rows].to(self.dtype)
             by_query, q = torch.zeros_like(own), self.q[rows] if narrow else own
@@ -235,7 +235,7 @@ def scores_of(
     dtype = accumulator_dtype(q.dtype)
     if out is None:
         out = q.new_empty(len(q), len(k), dtype=dtype)
-    if q.dtype == k.dtype and multiplies_twice(q):
+    if q.dtype == k.dtype and multiplies_twice(q, len(k)):
         product_of_two(q, k, out=out).mul_(scale)
     else:
         torch.mm(q.to(dtype) * scale, k.to(dtype).T, out=out)
