@@ -130,7 +130,8 @@ def first_gradients(
     if kept.prepared is not None:
         if weight is not None:
             by_loss = all_reduce(weight, group=config.layout.group, grad="none")
-        if is_small(config, x.q):
+        ring = needs_ring(config.layout, x.k, config.budget, config.ring)
+        if is_small(config, x.q) or has_panels(config, x.q, ring=ring):
             return times_weight(config, kept.prepared, by_loss, x.scale, dtype)
         return _times(kept.prepared, by_loss, dtype)
     assert kept.sums is not None

@@ -65,35 +65,25 @@ class KeySums:
         size = self.layout.sizes[rank]
         return part[: size * (self.width + 1)].view(size, self.width + 1)[:, : self.width]
 
-    def add_product(self, weights: Tensor, own: Tensor, gain: Tensor) -> None:
-        """Add ``gain * weights.T @ own``; weights have a column for each key of all ranks."""
-        if own.dtype != self.message.dtype:
-            self._add_narrow_product(weights, own, gain)
-        else:
-            scaled = own * gain
-            for sums, columns in self._parts(weights):
-                if self.is_empty:
-                    torch.mm(columns.T, scaled, out=sums)
-                else:
-                    sums.addmm_(columns.T, scaled)
+    def add_product(self, weights: Tensor, own: Tensor) -> None:
+        """Add ``weights.T @ own``; weights have a column for each key of all ranks."""
+        narrow = own.dtype != self.message.dtype
+        for sums, columns in self._parts(weights, narrow):
+            if narrow and self.is_empty:
+                sums.copy_(torch.mm(columns.T, own))
+            elif narrow:
+                sums.add_(torch.mm(columns.T, own))
+            elif self.is_empty:
+                torch.mm(columns.T, own, out=sums)
+            else:
+                sums.addmm_(columns.T, own)
         self.is_empty = False
 
-    def _add_narrow_product(self, weights: Tensor, own: Tensor, gain: Tensor) -> None:
-        if self.is_empty and weights.shape[1] * self.width <= ONE_PRODUCT_UP_TO:
-            for sums, columns in self._parts(weights):
-                # Multiplied by a number as it is, it would be rounded once more.
-                torch.mul(torch.mm(columns.T, own).to(sums.dtype), gain, out=sums)
-            return
-        if self.is_empty:
-            self.message.zero_()
-        for sums, columns in self._parts_by_rank(weights):
-            sums.addcmul_(torch.mm(columns.T, own), gain)
-
-    def _parts(self, weights: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    def _parts(self, weights: Tensor, narrow: bool) -> Iterable[tuple[Tensor, Tensor]]:
         """The sums that one product gives, with their columns."""
-        return self._parts_by_rank(weights) if self.joined is None else ((self.joined, weights),)
-
-    def _parts_by_rank(self, weights: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        is_large = narrow and weights.shape[1] * self.width > ONE_PRODUCT_UP_TO
+        if self.joined is not None and not is_large:
+            return ((self.joined, weights),)
         return zip(self.blocks(), weights.split(self.layout.sizes, 1), strict=True)
 
     def start(self, own_term: Tensor, *, overlaps: bool) -> None:

@@ -53,7 +53,7 @@ class PanelPass:
         joined: Tensor,
     ) -> None:
         self.config, self.q, self.k, self.scale, self.bias = config, q, k, scale, bias
-        self.dtype, self.gain = accumulator_dtype(q.dtype), config.mean_factor * scale
+        self.dtype = accumulator_dtype(q.dtype)
         self.joined, self.narrow = joined, multiplies_bfloat16(q, len(joined))
         self.exact = not multiplies_twice(q, len(joined))
         wide = joined.to(self.dtype) if self.exact else joined
@@ -68,7 +68,7 @@ class PanelPass:
         self.by_bias: list[Tensor] = []  # likewise
 
     def run(self, needed: Sequence[bool]) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """The loss, and its gradients by queries, keys, scale and bias."""
+        """The loss, and its gradients by queries, keys, scale and bias, for ``times_weight``."""
         config, q = self.config, self.q
         count, columns = q.shape[0], self.joined.shape[0]
         height = min(count, max(PANEL_SCORES // columns, FEWEST_ROWS))
@@ -90,7 +90,7 @@ class PanelPass:
             if self.narrow and config.needs_grad:
                 weights = self._narrowed(weights, rows)
             if by_key is not None:
-                by_key.add_product(weights, own.to(weights.dtype), self.gain)
+                by_key.add_product(weights, own.to(weights.dtype))
                 if rows.stop == count:
                     # The message travels while the last product is computed.
                     self._start_keys(by_key, overlaps=needs_query)
@@ -157,12 +157,12 @@ class PanelPass:
 
     def _start_keys(self, by_key: KeySums, *, overlaps: bool) -> None:
         """Add to the gradients of keys what products leave out, and send them, with the loss."""
-        smoothing, gain = self.config.smoothing, self.gain
+        smoothing = self.config.smoothing
         for block in by_key.blocks() if smoothing else ():
-            block.sub_(smoothing / len(self.joined) * gain * self._sum(self.q))
+            block.sub_(smoothing / len(self.joined) * self._sum(self.q))
         if self.narrow:
             mine, own = by_key.block(self.config.layout.rank), self.q.to(self.dtype)
-            mine[: len(own)].addcmul_((gain * self.by_pair).unsqueeze(1), own)
+            mine[: len(own)].addcmul_(self.by_pair.unsqueeze(1), own)
         by_key.start(self._total(self.terms), overlaps=overlaps)
 
     def _finish_queries(self, by_query: Tensor) -> None:
@@ -182,13 +182,11 @@ class PanelPass:
     def _of_all_ranks(
         self, by_query: Tensor | None, by_key: KeySums | None, needed: Sequence[bool]
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        layout, factor = self.config.layout, self.config.mean_factor
-        by_scale = None
+        layout, by_scale = self.config.layout, None
         if by_query is not None:
             self._finish_queries(by_query)
             if needed[2]:
-                by_scale = torch.dot(by_query.flatten(), self.q.to(self.dtype).flatten()) * factor
-            by_query = by_query.mul_(self.gain) if needed[0] else None
+                by_scale = torch.dot(by_query.flatten(), self.q.to(self.dtype).flatten())
         own = None
         if by_key is not None:
             own, loss = by_key.wait()
@@ -196,5 +194,6 @@ class PanelPass:
             loss = self._total(self.terms)
             if layout.world > 1:
                 loss = all_reduce(loss, group=layout.group, grad="none")
-        by_bias = self._total(self.by_bias) * factor if self.needs_bias else None
-        return loss * factor, (by_query, own if needed[1] else None, by_scale, by_bias)
+        by_bias = self._total(self.by_bias) if self.needs_bias else None
+        gradients = by_query if needed[0] else None, own if needed[1] else None, by_scale, by_bias
+        return loss * self.config.mean_factor, gradients

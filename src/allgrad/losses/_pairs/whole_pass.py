@@ -18,7 +18,7 @@ from allgrad.losses._arguments.packed import gather_rows
 from allgrad.losses._kind import LossKind
 from allgrad.losses._pairs.column_sums import softplus
 from allgrad.losses._pairs.key_blocks import needs_ring
-from allgrad.losses._tiles.accumulators import accumulator_dtype
+from allgrad.losses._tiles.accumulators import accumulator_dtype, times
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -140,10 +140,6 @@ def times_weight(
     factor = weight * config.mean_factor
     gain = factor * scale
     return (
-        *(None if x is None else _cast(x * gain, dtype) for x in (by_query, by_key)),
+        *(None if x is None else times(x, gain, dtype) for x in (by_query, by_key)),
         *(None if x is None else x * factor for x in (by_scale, by_bias)),
     )
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype is dtype else x.to(dtype)
