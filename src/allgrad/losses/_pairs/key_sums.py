@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["KeySums"]
 
 OVERLAPS_FROM = 2**20  # bytes; for fewer, starting a thread takes longer than the transfer
-ONE_PRODUCT_UP_TO = (
-    2**21
-)  # elements of 16 bits; of more, a rank's block at a time takes less memory
+# Elements of 16 bits that one product gives; of more, a rank's block at a time takes less memory.
+ONE_PRODUCT_UP_TO = 2**21
 
 
 class KeySums:

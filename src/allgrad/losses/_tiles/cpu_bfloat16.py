@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["multiplies_bfloat16", "multiplies_twice", "product_of_two"]
 
-
-FROM = (
-    2**23
-)  # multiplications; for fewer, putting the matrices in order takes longer than the product
+# Multiplications; for fewer, putting the matrices in order takes longer than the product.
+FROM = 2**23
 
 
 def multiplies_bfloat16(x: Tensor, columns: int) -> bool:
