@@ -164,6 +164,62 @@ def test_what_ddp_or_grad_mode_makes_impossible_raises(rank, world):
         raises_everywhere(InputError, call, "grad mode is off")
 
 
+class Step(nn.Module):
+    """A module whose forward is the step, as the DDP module of a trainer calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.towers = Towers()
+
+    def forward(self, step):
+        return step(self.towers)
+
+
+@pytest.mark.ranks(2)
+def test_inside_the_forward_of_ddp_the_caller_averages(rank, world):
+    own, model = pairs(COUNTS[rank], rank), DistributedDataParallel(Step())
+    step = partial(grad_cache_step, micro_batches=own, loss=clip_loss)
+    for models in ((), model):
+        call = partial(model, partial(step, models=models))
+        raises_everywhere(InputError, call, "inside the forward of a DDP module", "no_sync()")
+
+    def unsynchronised(towers):
+        with model.no_sync():
+            return step(towers)
+
+    model(unsynchronised)
+    averaged = ag.all_reduce([p.grad for p in model.parameters()], "mean", grad="none")
+    alone = Towers()
+    reference.clip(
+        *alone(joined([b for r in range(world) for b in pairs(COUNTS[r], r)]))
+    ).backward()
+    for got, p in zip(averaged, alone.parameters(), strict=True):
+        torch.testing.assert_close(got, p.grad, **NEAR)
+
+
+def without_graph(how):
+    model = Towers()
+    if how == "detach":
+        return model, lambda pair: [x.detach() for x in model(pair)]
+    return model, (torch.no_grad if how == "no_grad" else torch.inference_mode)()(model)
+
+
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "detach"])
+@pytest.mark.ranks(2)
+def test_an_encoder_without_a_graph_is_refused(rank, world, how):
+    model, encode = without_graph(how)
+    call = partial(grad_cache_step, encode, pairs(COUNTS[rank], rank), clip_loss, models=model)
+    raises_everywhere(InputError, call, "no output of encode requires grad")
+    # The loss may have parameters of its own.
+    head = nn.Linear(4, 4).double()
+
+    def loss(image, text, scale):
+        return clip_loss(head(image), text, scale)
+
+    grad_cache_step(encode, pairs(COUNTS[rank], rank), loss, models=model)
+    assert head.weight.grad.abs().sum() > 0
+
+
 def test_dropout_is_replayed_and_random_numbers_are_drawn_once():
     batches = pairs((4, 3, 2), 0)
     plain = Towers(dropout=0.5)
@@ -379,6 +435,12 @@ def test_scalars_may_be_named(named):
     same_gradients(model, plain)
     with pytest.raises(InputError, match="no output 'bias'"):
         grad_cache_step(model, pairs((1, 1), 0), clip_loss, scalars=["bias"])
+
+
+def test_a_batch_in_place_of_batches_is_refused():
+    batch = dict(zip(("image", "text"), pairs((2,), 0)[0], strict=True))
+    with pytest.raises(InputError, match="micro_batches is a dict"):
+        grad_cache_step(Towers(), batch, clip_loss)
 
 
 def test_no_micro_batch_is_refused():

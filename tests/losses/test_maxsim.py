@@ -129,6 +129,7 @@ def test_bad_input_raises_on_every_rank(rank, world):
     wrong = {
         "document_mask has another shape": ((q, d), {"document_mask": short[:, :3]}, PieceMismatch),
         "a document has no token": ((q, d), {"document_mask": short}, InputError),
+        "other values than 0 and 1": ((q, d), {"document_mask": (short - 1) * 1e9}, InputError),
         "2 queries and 1 documents": ((q, d[:1]), {}, PieceMismatch),
         "differ in width": ((q, d[:, :, :3]), {}, PieceMismatch),
         "empty list": ((q, []), {}, InputError),

@@ -77,6 +77,27 @@ def test_equals_the_formula_with_two_derivatives(where):
 
 
 @pytest.mark.ranks(2)
+def test_hard_negatives_of_each_pair(rank, world):
+    """(pairs, n, width), with ids (pairs, n)."""
+    pairs, each = (2, 0)[rank], 3
+    q, k = (random((pairs, 5), 10 * rank + i) for i in range(2))
+    hard, ids = leaf(random((pairs, each, 5), 10 * rank + 2)), torch.arange(pairs * each)
+    named = {"ids": torch.arange(pairs) + 4, "scale": SCALE}
+    call = partial(multiple_negatives_loss, q, k, **named)
+    got = call(hard_negatives=hard, hard_negative_ids=ids.view(pairs, each))
+    flat = leaf(hard.detach().flatten(0, 1))
+    want = call(hard_negatives=flat, hard_negative_ids=ids)
+    torch.testing.assert_close(got, want)
+    got.backward()
+    want.backward()
+    torch.testing.assert_close(hard.grad.flatten(0, 1), flat.grad)
+    without = multiple_negatives_loss(
+        q, k, **named, hard_negatives=flat[:0], hard_negative_ids=ids[:0]
+    )
+    assert (got - without).abs() > 1e-3
+
+
+@pytest.mark.ranks(2)
 def test_ids_that_are_overwritten_after_the_call_are_not_seen(rank, world):
     q, k = (leaf(features((3,), seed + rank)[0]) for seed in (1, 5))
     found = []

@@ -50,6 +50,7 @@ __all__ = [
     "FakeTensor",
     "ReduceScatterOptions",
     "VmapInterpreter",
+    "active_ddp_module",
     "add_batch_dim",
     "anchor_gradient",
     "any_autocast",
@@ -381,10 +382,15 @@ def lengths_differ(a: int, b: int) -> bool:
     return False
 
 
-# ---- layers ----------------------------------------------------------------------------------
+# ---- wrappers and layers ----------------------------------------------------------------------------------
 def forwards_of(layer: type[torch.nn.Module]) -> tuple[object, object]:
     """What a layer computes its output with: of a convolution also the method that its forward calls.
 
     Without it: a convolution that has another such method is taken for a plain one.
     """
     return layer.forward, getattr(layer, "_conv_forward", None)
+
+
+def active_ddp_module() -> Any:
+    """The DDP module inside whose forward this is, or None. Without it: None."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()

@@ -1,6 +1,6 @@
-"""Parameters that the loss itself uses, under DDP, which waits in its last pass for a gradient of each one.
+"""Parameters that the loss itself uses, beside the outputs of an encoder.
 
-A parameter that only the loss uses has its gradient before that pass, and none in it: DDP would wait for
+DDP waits in its last pass for a gradient of each parameter. A parameter that only the loss uses has its gradient before that pass, and none in it: DDP would wait for
 it until the next step, and synchronise nothing. So in the last pass it gets another one, of zero, and DDP
 sends what has been added up. DDP that looks for unused parameters does not wait.
 """
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
-__all__ = ["LossParameters"]
+__all__ = ["LossParameters", "uses_others"]
 
 
 class LossParameters:
@@ -51,3 +51,20 @@ class LossParameters:
             return gradients
         pairs = zip(outputs, gradients, strict=True)
         return [torch.zeros_like(x) if g is None and x.requires_grad else g for x, g in pairs]
+
+
+def uses_others(value: Tensor, arguments: Iterable[Tensor]) -> bool:
+    """Whether the value of a loss depends on a leaf that requires grad beside these arguments."""
+    known = set(map(id, arguments))
+    nodes = [] if value.grad_fn is None else [value.grad_fn]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        leaf = getattr(node, "variable", None)
+        # An anchor of ours has no element.
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in known and leaf.numel():
+            return True
+        before = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= before
+        nodes += before
+    return False

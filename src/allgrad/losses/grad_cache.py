@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, contextmanager
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
+from allgrad._core.torch_internals import active_ddp_module
 from allgrad._wire import ended_ranks
 from allgrad._wire.calls import resolve
 from allgrad._wire.consistency import refuse
 from allgrad.collectives.all_gather import gather_sizes
 from allgrad.errors import InputError, rank_table
 from allgrad.losses._arguments.feature_checks import number
-from allgrad.losses._loss_parameters import LossParameters
+from allgrad.losses._loss_parameters import LossParameters, uses_others
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -95,6 +96,7 @@ def grad_cache_step(
     joined = _join(outputs, is_scalar)
     value = joined.call(loss)
     _check_loss(value, backward, group)
+    is_trained = uses_others(value, joined.tensors)
     with LossParameters(wrapped) as parameters:
         backward(value)
     gradients = _split_gradients(joined, outputs, is_scalar)
@@ -113,19 +115,29 @@ def grad_cache_step(
             with _no_sync(wrapped if number < last else []):
                 _set_random_state(devices, states[number])
                 again = _encoded(encode(batch), group, first)
+                is_trained |= any(x.requires_grad for x in again.tensors)
                 if number < last:
                     again.backward(gradients[number])
                 else:
                     found = parameters.complete(again.tensors, gradients[last])
                     again.backward(found, parameters.zeros())
+    if not is_trained:
+        rule = "no output of encode requires grad, and the loss depends on nothing else that does."
+        _refuse(
+            rule, "Let encode keep its graph: without no_grad, inference_mode and detach.", group
+        )
     return value.detach()
 
 
 def _listed(micro_batches: Iterable[Batch], group: GroupLike) -> list[Batch]:
+    given = type(micro_batches).__name__
+    if isinstance(
+        micro_batches, Mapping
+    ):  # a batch: of its names there would be an error in encode
+        _refuse(f"micro_batches is a {given}.", "Give a list of batches, of one too.", group)
     try:
         each = iter(micro_batches)
     except TypeError:
-        given = type(micro_batches).__name__
         _refuse(f"micro_batches is {given}.", "Give a list or an iterator of them.", group)
     return list(each)
 
@@ -179,6 +191,11 @@ def _refuse(rule: str, advice: str, group: GroupLike) -> NoReturn:
 def _check_modes(wrapped: Sequence[Any], group: GroupLike) -> None:
     if not torch.is_grad_enabled():
         _refuse("grad mode is off.", "Call it outside of torch.no_grad().", group)
+    active = active_ddp_module()
+    if active is not None and active.require_backward_grad_sync:
+        rule = "it is called inside the forward of a DDP module, as Lightning calls training_step."
+        advice = "Call it within that module's no_sync(), and average the gradients over the ranks after it."
+        _refuse(rule, advice, group)
     if any(getattr(m, "static_graph", False) for m in wrapped):
         rule = "DDP with static_graph=True takes one backward in each step."
         _refuse(rule, "Leave out static_graph=True.", group)

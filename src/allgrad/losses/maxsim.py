@@ -244,6 +244,12 @@ def _pack(name: str, x: Tensor | Sequence[Tensor], mask: Tensor | None) -> _Samp
             f"{name}_mask has another shape than {name}.",
             f"Give it as (samples, tokens), True at the real tokens of {name}.",
         )
+        require(
+            mask.dtype == torch.bool or bool(((mask == 0) | (mask == 1)).all()),
+            InputError,
+            f"{name}_mask has other values than 0 and 1.",
+            f"Give True, or 1, at the real tokens of {name}; of a mask that is added to scores, mask == 0.",
+        )
         mask = mask.bool()
         lengths = mask.sum(1).tolist()
         tokens = x[mask]

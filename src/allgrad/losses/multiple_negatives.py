@@ -59,8 +59,8 @@ def multiple_negatives_loss(
         rank 1   query [ b ]       key [ b ]       hard [ ]      --->   loss of [ a a | b | c c c ]
         rank 2   query [ c c c ]   key [ c c c ]   hard [ y y ]         with [ x | y y ] and the queue
 
-    Query i and key i are a pair. The other keys, the hard negatives (rows, width) of all ranks and
-    the ``queue`` are negatives. ``symmetric`` takes the mean with the cross entropy of each key among
+    Query i and key i are a pair. The other keys, the hard negatives of all ranks, (rows, width) or
+    (pairs, n, width) with ids (pairs, n), and the ``queue`` are negatives of all queries. ``symmetric`` takes the mean with the cross entropy of each key among
     the queries of all ranks.
 
     Not every other key is a negative: with ``ids``, one for each pair, keys with the query's id are
@@ -70,6 +70,7 @@ def multiple_negatives_loss(
 
     Gradient and cost: see ``supcon_loss``; ``symmetric`` doubles what is sent and computed, not the messages.
     """
+    hard_negatives, hard_negative_ids = _in_rows(hard_negatives, hard_negative_ids)
     features = {"query": query, "key": key, "hard_negatives": hard_negatives}
     all_ids = {"ids": ids, "hard_negative_ids": hard_negative_ids}
 
@@ -115,8 +116,7 @@ def multiple_negatives_loss(
         keys = tuple(a + b for a, b in agreed.counts)
         parts = [Part(_candidates(key, hard_negatives), keys)]
         if ids is not None:
-            its = [ids] if hard_negative_ids is None else [ids, hard_negative_ids]
-            parts.append(Part(torch.cat(its).long(), keys))
+            parts.append(Part(_candidates(ids, hard_negative_ids).long(), keys))
         if symmetric:
             parts.append(Part(query, pairs))
             if ids is not None:
@@ -156,11 +156,22 @@ def multiple_negatives_loss(
     return agree_and(name, shown, check, group, compute)
 
 
-def _candidates(key: Tensor, hard_negatives: Tensor | None) -> Tensor:
-    if hard_negatives is None:
-        return key
-    both = [key, hard_negatives]
-    return computed_on(key.device, torch.cat, both)  # type: ignore[no-any-return]
+def _in_rows(negatives: Tensor | None, ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Those of each pair, (pairs, n, width), as rows; what is no dense tensor is refused later."""
+    return _flat(negatives, 3), _flat(ids, 2)
+
+
+def _flat(x: Tensor | None, dims: int) -> Tensor | None:
+    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested or x.dim() != dims:
+        return x
+    return x.flatten(0, 1)
+
+
+def _candidates(of_pairs: Tensor, hard: Tensor | None) -> Tensor:
+    """The keys of pairs, and behind them the hard negatives; or the ids of both."""
+    if hard is None:
+        return of_pairs
+    return computed_on(of_pairs.device, torch.cat, [of_pairs, hard])  # type: ignore[no-any-return]
 
 
 def _check_both_sides(

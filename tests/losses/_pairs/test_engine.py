@@ -1,5 +1,8 @@
 """Every loss on real ranks against the formula in one process: values and all gradients."""
 
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -114,6 +117,17 @@ def test_tiles_that_fit_nothing_evenly(rank, world, tile):
     for name in LOSSES:
         check(None, name, "ragged", tile=tile)
         check(None, name, "empty", tile=tile, ring=True)
+
+
+@pytest.mark.ranks(3)
+def test_sizes_may_be_of_any_kind(rank, world):
+    counts = PAIRS["ragged"][:world]
+    for name, (loss, _, options) in LOSSES.items():
+        call = partial(loss, *batch(name, counts, rank), **options)
+        want = call(sizes=counts)
+        for sizes in (torch.tensor(counts), np.array(counts), [np.int64(n) for n in counts]):
+            for _ in range(2):
+                torch.testing.assert_close(call(sizes=sizes), want)
 
 
 @pytest.mark.ranks(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,4 +60,5 @@ def remember(key: tuple[object, ...] | None, config: LossConfig) -> None:
         return  # an option that may have another value then (test_label_smoothing_in_a_tensor_may_change)
     if len(_CONFIGS) >= _MOST:
         _CONFIGS.clear()
-    _CONFIGS[key] = config
+    with suppress(TypeError):  # sizes in a tensor, numbers of NumPy: they cannot be hashed
+        _CONFIGS[key] = config
