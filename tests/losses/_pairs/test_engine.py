@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import allgrad as ag
+from allgrad._wire import algorithms
 from allgrad.losses import (
     clip_loss,
     info_nce_loss,
@@ -17,7 +18,14 @@ from allgrad.losses import (
     sigmoid_supcon_loss,
     supcon_loss,
 )
-from allgrad.losses._pairs import column_sums, first_order, key_blocks, whole_pass
+from allgrad.losses._pairs import (
+    column_sums,
+    first_order,
+    key_blocks,
+    key_sums,
+    score_pass,
+    whole_pass,
+)
 from allgrad.losses._tiles import torch as torch_tiles
 from counting import Counted
 from exactness import place, random
@@ -272,6 +280,70 @@ def test_sums_of_narrow_features_are_kept_in_float32(rank, world, dtype):
         for x, whole in zip(given[:2], wanted[:2], strict=True):
             mine = 3 * whole.grad.split(list(counts))[rank]
             torch.testing.assert_close(x.grad.double(), mine, **near)
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.ranks(2)
+def test_large_scores_keep_their_digits(rank, world, small):
+    """Of features with a common part, a softmax sees the differences of the scores only."""
+    counts, width = (32, 32), 64
+    common = torch.nn.functional.normalize(random((1, width), 1), dim=1) * 100
+    varying, noise = (random((sum(counts), width), seed) * 3 / 8 for seed in (2, 3))
+    whole = [(common + x).float() for x in (varying, (varying + noise) / 2)]
+    for name in ("clip", "info_nce") if small else ("info_nce",):
+        loss, formula, _ = LOSSES[name]
+        wanted = [x.double().requires_grad_() for x in (*whole, torch.tensor(1.0))]
+        want = formula(*wanted)
+        want.backward()
+        assert want < 0.01 * (wanted[0] @ wanted[1].T).max()
+        given = [x.split(counts)[rank].clone().requires_grad_() for x in whole]
+        given.append(torch.tensor(1.0, requires_grad=True))
+        with pytest.MonkeyPatch.context() as patch:
+            if not small:
+                patch.setattr(whole_pass, "SMALL_UP_TO", 0)
+            got = loss(*given, grad_reduction="sum")
+        got.backward()
+        by_scale = ag.all_reduce(given[2].grad, grad="none")
+        torch.testing.assert_close(by_scale.double(), wanted[2].grad, rtol=1e-4, atol=0)
+        for x, y in zip(given[:2], wanted[:2], strict=True):
+            part = y.grad.split(counts)[rank]
+            assert (x.grad - part).norm() < 5e-5 * part.norm(), name
+
+
+@pytest.mark.parametrize("counts", [(40, 40, 40), (50, 2, 61)])
+@pytest.mark.parametrize("tile", [None, (16, 16)])
+@pytest.mark.ranks(3)
+def test_the_value_has_the_same_bits_on_every_rank(rank, world, counts, tile):
+    """A program that branches on it takes the same branch everywhere."""
+    values = []
+    with pytest.MonkeyPatch.context() as patch, algorithms.using(reduce_scatter="pairwise"):
+        patch.setattr(whole_pass, "SMALL_UP_TO", 0)
+        if tile is not None:
+            patch.setattr(torch_tiles, "CPU_TILE", tile)
+            patch.setitem(torch_tiles.KEPT_SCORES, "cpu", 0)
+            patch.setattr(first_order, "has_panels", lambda *_, **__: False)
+        for seed in range(8):
+            for loss, numbers in (
+                (siglip_loss, (7.0, -2.0)),
+                (info_nce_loss, (7.0,)),
+                (clip_loss, (7.0,)),
+            ):
+                q, k = (random((counts[rank], 6), seed + 9 * rank + n).float() for n in (0, 100))
+                values.append(loss(q.requires_grad_(), k.requires_grad_(), *numbers).detach())
+    of_ranks = ag.all_gather(torch.stack(values)[None])
+    assert torch.equal(of_ranks, of_ranks[:1].expand(world, -1))
+
+
+@pytest.mark.ranks(2)
+def test_the_value_of_very_many_ranks_takes_a_call_of_its_own(rank, world):
+    for module in (key_sums, score_pass):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "MOST_PLACES", 1)
+            if module is score_pass:
+                patch.setattr(first_order, "has_panels", lambda *_, **__: False)
+                patch.setitem(torch_tiles.KEPT_SCORES, "cpu", 0)
+            for name in ("siglip", "info_nce", "info_nce, negatives"):
+                check(None, name, "ragged")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from allgrad.collectives.all_gather import all_gather, reduce_scatter
+from allgrad.losses._pairs.pair_terms import softplus
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from allgrad.losses._pairs.key_blocks import KeyLayout
 
-__all__ = ["ColumnSums", "column_sums", "softplus"]
+__all__ = ["ColumnSums", "column_sums"]
 
 ONE_MESSAGE_UP_TO = 4 << 20  # bytes that a rank receives
 
@@ -81,10 +82,3 @@ def _in_two_messages(
     pieces = received.split(counts)
     lse = torch.cat([piece[:-1] for piece in pieces])
     return ColumnSums(lse, own, torch.stack([piece[-1] for piece in pieces]).sum())
-
-
-def softplus(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """log(1 + exp(x)); above 50 that is x, to the last digit of float64."""
-    if out is None:
-        return torch.nn.functional.softplus(x, threshold=50)
-    return torch.ops.aten.softplus.out(x, 1, 50, out=out)  # type: ignore[no-any-return]

@@ -149,7 +149,9 @@ def first_gradients(
         factor = config.mean_factor * by_loss
         return scores.gradients(needed, factor, kept.sums, dtype=dtype)[:-1]
     factor = x.scale.new_full((), config.mean_factor)
-    *found, total = scores.gradients(needed, factor, kept.sums, dtype=scores.dtype, own_term=weight)
+    *found, total = scores.gradients(
+        needed, factor, kept.sums, dtype=scores.dtype, own_terms=weight
+    )
     assert total is not None
     return _times(found, total, dtype)
 

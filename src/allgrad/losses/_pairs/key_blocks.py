@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 
     AddBlock: TypeAlias = Callable[["KeyBlock", list[Tensor]], None]
 
+# Of so many ranks a number of each has a place of its own in a message that is added up; that is
+# quadratic in the ranks.
+MOST_PLACES = 64
+
 __all__ = [
+    "MOST_PLACES",
     "GatheredKeys",
     "KeyBlock",
     "KeyLayout",
@@ -136,48 +141,53 @@ class GatheredKeys:
         yield self.block
 
     def gradients(
-        self, add_block: AddBlock, gain: Tensor, dtype: torch.dtype, own_term: Tensor | None
+        self, add_block: AddBlock, gain: Tensor, dtype: torch.dtype, own_terms: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Let ``add_block`` fill accumulators for all keys; each rank gets its own, times ``gain``.
 
-        ``own_term`` is a number of this rank, which ``add_block`` may still change. The sum of all
+        ``own_terms`` are numbers of this rank, which ``add_block`` may still change. The sum of all
         ranks' travels in the same message and is the second result.
         """
         joined = self.block.k
         if self.layout.world == 1:
             parts = accumulator_zeros(joined, dtype)
             add_block(self.block, parts)
-            return scale_and_cast(parts, gain, dtype), own_term
+            own = scale_and_cast(parts, gain, dtype)
+            return own, None if own_terms is None else own_terms.sum()
         sums = joined.new_zeros(joined.shape, dtype=accumulator_dtype(joined.dtype))
         add_block(self.block, [sums])
-        own, total = reduce_sums(self.layout, sums.mul_(gain), own_term)
+        own, total = reduce_sums(self.layout, sums.mul_(gain), own_terms)
         return own.to(dtype), total
 
 
 def reduce_sums(
-    layout: KeyLayout, sums: Tensor, own_term: Tensor | None
+    layout: KeyLayout, sums: Tensor, own_terms: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Sum over ranks; each rank gets the rows of its own keys, and the sum of all ranks' terms.
 
     rank 0   [ a0 a0 t0 | b0 t0 | c0 t0 ]         [ a0+a1+a2  a0+a1+a2 ]   t0+t1+t2
     rank 1   [ a1 a1 t1 | b1 t1 | c1 t1 ]   --->  [ b0+b1+b2 ]             t0+t1+t2
     rank 2   [ a2 a2 t2 | b2 t2 | c2 t2 ]         [ c0+c1+c2 ]             t0+t1+t2
+
+    A block is added up in an order of its own, so that the last bits of a sum of terms differ between
+    ranks. Where they must not, each rank has a place for its term, and zeros for those of others.
     """
     group, width = layout.group, sums.shape[1]
-    if own_term is None:
+    if own_terms is None:
         return reduce_scatter(sums, sizes=layout.sizes, group=group, grad="none"), None
-    counts = tuple(size * width + 1 for size in layout.sizes)
+    terms = own_terms.reshape(-1)
+    counts = tuple(size * width + len(terms) for size in layout.sizes)
     if layout.is_equal:
         message = sums.new_empty(layout.world, counts[0])
-        message[:, :-1] = sums.view(layout.world, -1)
-        message[:, -1] = own_term
+        message[:, : -len(terms)] = sums.view(layout.world, -1)
+        message[:, -len(terms) :] = terms
         message = message.view(-1)
     else:
-        term = own_term.reshape(1)
         blocks = sums.split(layout.sizes)
-        message = torch.cat([x for block in blocks for x in (block.flatten(), term)])
+        message = torch.cat([x for block in blocks for x in (block.flatten(), terms)])
     received = reduce_scatter(message, sizes=counts, group=group, grad="none")
-    return received[:-1].view(layout.sizes[layout.rank], width), received[-1]
+    own = received[: -len(terms)].view(layout.sizes[layout.rank], width)
+    return own, received[-len(terms) :].sum()
 
 
 class RingKeys:
@@ -207,15 +217,15 @@ class RingKeys:
                 k = wait()
 
     def gradients(
-        self, add_block: AddBlock, gain: Tensor, dtype: torch.dtype, own_term: Tensor | None
+        self, add_block: AddBlock, gain: Tensor, dtype: torch.dtype, own_terms: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Let ``add_block`` fill an accumulator for each block; each rank gets its own, times ``gain``.
 
         The accumulator follows its block around the ring, one step later, and ends on the block's
-        rank. Its last element is the sum of the ranks' ``own_term``, the second result.
+        rank. Its last elements are the sums of the ranks' ``own_terms``, whose sum is the second result.
         """
         wide, width = accumulator_dtype(self.own.dtype), self.own.shape[1]
-        extra = 0 if own_term is None else 1
+        extra = 0 if own_terms is None else own_terms.numel()
         wait_sums: Callable[[], Tensor] | None = None
         for block in self.blocks():
             # Ranks may have different gains, so each rank applies its own before the sums move on.
@@ -223,15 +233,15 @@ class RingKeys:
             sums = message[: len(block.k) * width].view(len(block.k), width)
             add_block(block, [sums])
             sums.mul_(gain)
-            if own_term is not None:
-                message[-1] = own_term
+            if own_terms is not None:
+                message[-extra:] = own_terms
             if wait_sums is not None:
                 message += wait_sums()
             wait_sums = self._start_shift(block.step, message, width, extra)
         assert wait_sums is not None
         received = wait_sums()
         own = received[: len(received) - extra].view(len(self.own), width).to(dtype)
-        return own, None if own_term is None else received[-1]
+        return own, None if own_terms is None else received[-extra:].sum()
 
     def _block(self, step: int, k: Tensor) -> KeyBlock:
         owner = (self.layout.rank - step) % self.count

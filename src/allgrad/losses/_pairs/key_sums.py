@@ -9,6 +9,8 @@ import torch
 
 from allgrad._autograd.async_calls import DoneHandle
 from allgrad.collectives.all_gather import reduce_scatter
+from allgrad.collectives.all_reduce import all_reduce
+from allgrad.losses._pairs.key_blocks import MOST_PLACES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,29 +30,31 @@ ONE_PRODUCT_UP_TO = 2**21
 class KeySums:
     """Sums for all keys, and a number of each rank, which travel to the ranks that hold the keys.
 
-    rank 0   [ a0 t0 | b0 t0 | c0 t0 ]
-             [ a0    |       | c0    ]
-             [       |       | c0    ]
+    rank 1   [ a1 .  | b1 .  | c1 .  ]
+             [ a1 t1 |    t1 | c1 t1 ]
+             [     . |     . | c1 .  ]
 
-    A key's sums have one element more than its width, of which the first of a rank carries the number;
-    the block of a rank without keys is that number alone. So one product gives the sums for all keys in
-    the message itself, if every rank has some.
+    A key's sums have one element more than its width. These elements, and more where a rank has fewer
+    keys than there are ranks, are places for the numbers of all ranks: so every rank adds them in rank
+    order, to the same bits. One product gives the sums for all keys in the message itself, if every rank
+    has as many keys.
     """
 
     def __init__(self, layout: KeyLayout, width: int, like: Tensor) -> None:
         self.layout, self.width = layout, width
-        self.counts = tuple(max(1, size * (width + 1)) for size in layout.sizes)
+        self.places = layout.world if layout.world <= MOST_PLACES else 0
+        each, fewest = width + 1, max(1, self.places)
+        self.counts = tuple(size * each + max(0, self.places - size) for size in layout.sizes)
         self.starts = (0, *accumulate(self.counts))
         self.message = like.new_empty(self.starts[-1])
         self.joined: Tensor | None = None
-        if 0 in layout.sizes:
+        if min(layout.sizes) < fewest:
             self.message.zero_()
         else:
-            rows = self.message.view(-1, width + 1)
+            rows = self.message.view(-1, each)
             rows[:, width:].zero_()
             self.joined = rows[:, :width]
         self.is_empty = True
-        self.own_term: Tensor
         self.received: Handle[Tensor]
 
     def block(self, rank: int) -> Tensor:
@@ -60,9 +64,12 @@ class KeySums:
     def blocks(self) -> list[Tensor]:
         return [self.block(rank) for rank in range(self.layout.world)]
 
+    def _rows(self, part: Tensor, rank: int) -> Tensor:
+        size, each = self.layout.sizes[rank], self.width + 1
+        return part[: size * each].view(size, each)
+
     def _sums(self, part: Tensor, rank: int) -> Tensor:
-        size = self.layout.sizes[rank]
-        return part[: size * (self.width + 1)].view(size, self.width + 1)[:, : self.width]
+        return self._rows(part, rank)[:, : self.width]
 
     def add_product(self, weights: Tensor, own: Tensor) -> None:
         """Add ``weights.T @ own``; weights have a column for each key of all ranks."""
@@ -90,11 +97,11 @@ class KeySums:
         self.own_term, layout = own_term, self.layout
         if layout.world == 1:
             return
-        if layout.is_equal and self.joined is not None:
-            self.message.view(layout.world, -1)[:, self.width] = own_term
-        else:
-            for part in self.message.split(self.counts):
-                part[self._place(part)] = own_term
+        if self.places and layout.is_equal:
+            self.message.view(layout.world, -1)[:, self._place(layout.sizes[0])] = own_term
+        elif self.places:
+            for part, size in zip(self.message.split(self.counts), layout.sizes, strict=True):
+                part[self._place(size)] = own_term
         if overlaps and self.message.nbytes >= OVERLAPS_FROM:
             self.received = reduce_scatter(
                 self.message, sizes=self.counts, group=layout.group, grad="none", async_op=True
@@ -106,12 +113,18 @@ class KeySums:
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """The sums over ranks for this rank's keys, and that of all ranks' numbers."""
-        rank = self.layout.rank
-        if self.layout.world == 1:
+        layout, rank = self.layout, self.layout.rank
+        if layout.world == 1:
             return self.block(rank), self.own_term
         received = self.received.wait()
-        return self._sums(received, rank), received[self._place(received)]
+        rows = self._rows(received, rank)
+        if not self.places:
+            total = all_reduce(self.own_term, group=layout.group, grad="none")
+        else:
+            total = torch.cat((rows[: self.places, self.width], received[rows.numel() :])).sum()
+        return rows[:, : self.width], total
 
-    def _place(self, part: Tensor) -> int:
-        """Where the number is in the part of the message for one rank."""
-        return min(self.width, len(part) - 1)
+    def _place(self, size: int) -> int:
+        """Where this rank's number is in the part of the message for a rank of so many keys."""
+        rank, each = self.layout.rank, self.width + 1
+        return rank * each + self.width if rank < size else size * each + rank - size

@@ -17,8 +17,8 @@ import torch
 
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.losses._kind import LossKind
-from allgrad.losses._pairs.column_sums import softplus
 from allgrad.losses._pairs.key_sums import KeySums
+from allgrad.losses._pairs.pair_terms import negatives_and_weights, softplus
 from allgrad.losses._tiles.accumulators import accumulator_dtype, panels
 from allgrad.losses._tiles.cpu_bfloat16 import multiplies_bfloat16, multiplies_twice
 from allgrad.losses._tiles.torch import row_dots, scores_of
@@ -124,13 +124,7 @@ class PanelPass:
         of_pairs = self._pairs_of(scores, rows)
         pairs = of_pairs.clone() if self.exact else self.pairs[rows]
         of_pairs.fill_(-torch.inf)
-        highest = scores.amax(1)
-        torch.softmax(scores, 1, out=weights)
-        if len(self.joined) > 1:
-            negatives = highest.sub_(weights.amax(1).log_())
-        else:
-            negatives = highest  # of nothing: -inf
-            weights.zero_()
+        negatives, _ = negatives_and_weights(scores, 1, out=weights)
         differences = negatives.sub_(pairs)
         self.terms.append(softplus(differences).sum())
         lost = differences.sigmoid_()

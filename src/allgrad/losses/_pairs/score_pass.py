@@ -8,8 +8,10 @@ import torch
 
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.losses._kind import LossKind
-from allgrad.losses._pairs.column_sums import column_sums, softplus
+from allgrad.losses._pairs.column_sums import column_sums
 from allgrad.losses._pairs.config import Sums
+from allgrad.losses._pairs.key_blocks import MOST_PLACES
+from allgrad.losses._pairs.pair_terms import softplus
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 from allgrad.losses._tiles.torch import Gradients, row_dots, tiles_for
 
@@ -66,10 +68,12 @@ class ScorePass:
         # A small gradient could underflow in float16 before backward multiplies it by the loss scale.
         kept = self.dtype if self.q.dtype == torch.float16 else self.q.dtype
         factor = self.scale.new_full((), self.config.mean_factor)
-        in_message = self.config.needs_key_grad and self.keys.count == 1
-        term = loss if in_message else None
+        layout, places = self.config.layout, None
+        if self.config.needs_key_grad and self.keys.count == 1 and layout.world <= MOST_PLACES:
+            places = loss.new_zeros(layout.world)
+            loss = places[layout.rank].add_(loss)  # and what the tiles add
         *found, total = self.gradients(
-            needed, factor, sums, dtype=kept, own_term=term, softplus_sum=loss
+            needed, factor, sums, dtype=kept, own_terms=places, softplus_sum=loss
         )
         if total is None:
             return self._mean_of_ranks(loss), None, tuple(found)
@@ -122,12 +126,12 @@ class ScorePass:
         sums: Sums,
         *,
         dtype: torch.dtype,
-        own_term: Tensor | None = None,
+        own_terms: Tensor | None = None,
         softplus_sum: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
         """The gradients by queries, keys, scale and bias of ``factor`` times the sum of all terms.
 
-        ``own_term`` is a number of this rank; the sum of all ranks' travels with the gradients of
+        ``own_terms`` are numbers of this rank; the sum of all ranks' travels with the gradients of
         the keys and is the last result.
         """
         config = self.config
@@ -148,12 +152,12 @@ class ScorePass:
 
         by_key, total = None, None
         if config.needs_key_grad:
-            by_key, total = self.keys.gradients(add_block, gain, dtype, own_term)
+            by_key, total = self.keys.gradients(add_block, gain, dtype, own_terms)
         else:
             for block in self.keys.blocks():
                 add_block(block, [])
-            if own_term is not None:
-                total = all_reduce(own_term, group=config.layout.group, grad="none")
+            if own_terms is not None:
+                total = all_reduce(own_terms.sum(), group=config.layout.group, grad="none")
         by_query = None if into.queries is None else into.queries.to(dtype)
         by_bias = into.bias * factor if self.bias is not None else None
         return by_query, by_key, into.scale * factor, by_bias, total

@@ -31,8 +31,9 @@ import torch
 from allgrad.collectives.all_gather import all_gather
 from allgrad.collectives.all_reduce import all_reduce
 from allgrad.losses._kind import LossKind
-from allgrad.losses._pairs.column_sums import column_sums, softplus
+from allgrad.losses._pairs.column_sums import column_sums
 from allgrad.losses._pairs.key_blocks import reduce_sums
+from allgrad.losses._pairs.pair_terms import softplus
 from allgrad.losses._tiles import torch as torch_tiles
 from allgrad.losses._tiles.accumulators import accumulator_dtype, panels
 from allgrad.losses._tiles.torch import Tiles, row_dots

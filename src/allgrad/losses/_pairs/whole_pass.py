@@ -16,8 +16,8 @@ import torch
 
 from allgrad.losses._arguments.packed import gather_rows
 from allgrad.losses._kind import LossKind
-from allgrad.losses._pairs.column_sums import softplus
 from allgrad.losses._pairs.key_blocks import needs_ring
+from allgrad.losses._pairs.pair_terms import negatives_and_weights, softplus
 from allgrad.losses._tiles.accumulators import accumulator_dtype, times
 
 if TYPE_CHECKING:
@@ -108,24 +108,25 @@ def _softmax(kind: LossKind, scores: Tensor, needs_grad: bool) -> tuple[Tensor, 
     """The same. Pairs are kept out of the sums, so that a small loss keeps its digits (engine)."""
     pairs = scores.diagonal().clone()
     scores.fill_diagonal_(-torch.inf)
-    rows = scores.logsumexp(1).sub_(pairs)  # relative to the score of the pair
-    row_terms = softplus(rows)
-    loss = row_terms.sum()
-    if kind is LossKind.SOFTMAX_ROWS:
-        if not needs_grad:
-            return loss, None
-        by_score = scores.sub_(row_terms.add_(pairs).unsqueeze(1)).exp_()
-        by_score.diagonal().sub_(rows.sigmoid_())
-        return loss, by_score
-    columns = scores.logsumexp(0).sub_(pairs)
-    column_terms = softplus(columns)
-    loss.add_(column_terms.sum())
+    loss, by_score = _along(scores, 1, pairs, needs_grad)
+    if kind is LossKind.SOFTMAX_BOTH:
+        of_columns, by_columns = _along(scores, 0, pairs, needs_grad)
+        loss.add_(of_columns)
+        by_score = None if by_score is None or by_columns is None else by_score.add_(by_columns)
+    return loss, by_score
+
+
+def _along(
+    scores: Tensor, dim: int, pairs: Tensor, needs_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    negatives, weights = negatives_and_weights(scores, dim)
+    differences = negatives.sub_(pairs)
+    loss = softplus(differences).sum()
     if not needs_grad:
         return loss, None
-    by_score = torch.sub(scores, row_terms.add_(pairs).unsqueeze(1)).exp_()
-    by_score.add_(scores.sub_(column_terms.add_(pairs)).exp_())
-    by_score.diagonal().sub_(rows.sigmoid_().add_(columns.sigmoid_()))
-    return loss, by_score
+    lost = differences.sigmoid_()
+    weights.mul_(lost.unsqueeze(dim)).diagonal().sub_(lost)
+    return loss, weights
 
 
 def times_weight(
