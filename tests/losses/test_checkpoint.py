@@ -21,6 +21,7 @@ from allgrad.losses import (
     sigmoid_supcon_loss,
     supcon_loss,
 )
+from allgrad.losses._pairs import whole_pass
 from exactness import leaf, random
 from losses.samples import features, ids_of
 
@@ -102,9 +103,12 @@ def saving(is_saved):
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("name", losses(None))
 def test_a_region_that_saves_products_equals_the_formula(rank, world, name):
-    """With few pairs, which every rank computes, and with more, of which each computes its rows."""
-    for counts in (COUNTS, (150, 40, 110)):
-        check(rank, world, name, counts[:world], width=24, **saving(PRODUCTS.__contains__))
+    """Pairs that every rank computes, and those of which each computes its rows; the same in a loop."""
+    for up_to in (whole_pass.SMALL_UP_TO, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(whole_pass, "SMALL_UP_TO", up_to)
+            for _ in range(5):  # from the third call on it is expected, in forward or in backward
+                check(rank, world, name, COUNTS[:world], width=24, **saving(PRODUCTS.__contains__))
 
 
 @pytest.mark.ranks(1, 3)

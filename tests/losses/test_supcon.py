@@ -157,6 +157,28 @@ def test_no_matrix_of_scores_is_kept():
                 assert largest_kept(partial(loss, q, k, 5.0, ids, ids), (q, k), order) <= 32 * 64
 
 
+def test_gradients_of_chunks_are_added_in_float32():
+    n, width = 300, 4
+    query, key = (torch.nn.functional.normalize(random((n, width), i) + 1, dim=1) for i in (1, 2))
+    given, ids = [x.bfloat16() for x in (query, key)], torch.arange(n) % 7
+    wanted = [leaf(x.double()) for x in given]
+    reference.supcon(*wanted, SCALE, ids, ids).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relations, "TILE", (2, 2))
+        own = [leaf(x) for x in given]
+        supcon_loss(*own, SCALE, ids, ids).backward()
+    for x, want in zip(own, wanted, strict=True):
+        assert x.grad.dtype == torch.bfloat16
+        assert (x.grad - want.grad).norm() < 5e-3 * want.grad.norm()
+
+
+def test_a_margin_beyond_all_scores_leaves_out_every_negative():
+    query, key = (x[0].float() for x in (features((5,), 1), features((5,), 2)))
+    ids = torch.arange(5)
+    for margin in (1e38, 1e39, 1e300):
+        assert supcon_loss(query, key, 1.0, ids, ids, margin=margin) == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.ranks(1, 3)
 def test_ids_of_any_strides(rank, world, dtype):
@@ -221,17 +243,19 @@ def test_ranks_may_weigh_the_loss_differently_and_go_back_twice(rank, world):
     """In the message of gradients, and once more step by step where the graph was kept."""
     counts = COUNTS["ragged"][:world]
     ids = ids_of(counts, 1)
-    for dtype, near in ((torch.float64, 1e-12), (torch.float16, 2e-3)):
+    cases = (torch.float64, 1e-12, (1, 2, 3)), (torch.float16, 2e-3, (1, 2, 3))
+    # A weight that is far smaller than the others does not make the gradients small.
+    for dtype, near, weights in (*cases, (torch.float16, 2e-3, (1e-7, 1, 2))):
         pieces = [features(counts, seed, dtype=dtype) for seed in (10, 20)]
         whole = [leaf(torch.cat(x).double()) for x in pieces]
         everyone = torch.cat(ids)
-        want = reference.supcon(*whole, SCALE, everyone, everyone) * 2.0**-16 * (1 + 2 + 3)
+        want = reference.supcon(*whole, SCALE, everyone, everyone) * 2.0**-16 * sum(weights)
         want = [g.split(counts)[rank] for g in torch.autograd.grad(want, whole)]
         own = [leaf(x[rank]) for x in pieces]
         loss = supcon_loss(*own, SCALE, ids[rank], ids[rank])
         loss_scale = 2.0**16  # keeps small gradients in 16 bits
         for retain in (True, False):
-            weighed = loss * (2.0**-16 * (rank + 1) * loss_scale)
+            weighed = loss * (2.0**-16 * weights[rank] * loss_scale)
             got = torch.autograd.grad(weighed, own, retain_graph=retain)
             for g, w in zip(got, want, strict=True):
                 assert (g.double() / loss_scale - w).norm() <= near * w.norm()

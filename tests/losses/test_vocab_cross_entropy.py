@@ -167,6 +167,34 @@ def test_activations_of_autocast_beside_parameters(rank, world, compiled, backwa
     assert own.grad.dtype == torch.float32
 
 
+def test_gradients_of_chunks_are_added_in_float32():
+    hidden, weight, bias, targets = tensors(8, (600,))
+    given = [(x + 1 if x is hidden else x).bfloat16() for x in (hidden, weight, bias)]
+    wanted = [leaf(x.double()) for x in given]
+    torch.nn.functional.cross_entropy(
+        wanted[0] @ wanted[1].T + wanted[2], targets.flatten()
+    ).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocab_cross_entropy, "CHUNK_BYTES", 8 * 4 * 2)  # two rows
+        own = [leaf(x) for x in given]
+        cross_entropy(*own[:2], targets.flatten(), bias=own[2]).backward()
+    for x, want in zip(own, wanted, strict=True):
+        assert x.grad.dtype == torch.bfloat16
+        assert (x.grad - want.grad).norm() < 5e-3 * want.grad.norm()
+
+
+def test_forward_mode_runs_without_autocast():
+    hidden, weight, _, targets = tensors(9)
+    given = hidden.float(), weight.float()
+    along = tuple(torch.ones_like(x) for x in given)
+    loss = partial(cross_entropy, targets=targets)
+    value, change = torch.func.jvp(loss, given, along)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = torch.func.jvp(loss, given, along)
+    assert torch.equal(cast[0], value)
+    assert torch.equal(cast[1], change)
+
+
 def test_no_matrix_of_logits_is_kept():
     hidden, weight = leaf(random((512, 8), 1)), leaf(random((512, 8), 2))
     targets = torch.arange(512)
@@ -211,6 +239,14 @@ def test_targets_out_of_range_and_unknown_options(rank, world):
         for sizes in (None, (3, 3)):
             call = partial(cross_entropy, hidden, weight, t, sizes=sizes)
             raises_everywhere(InputError, call, says, "6 words")
+    largest = targets.clone()
+    largest[0, 0] = torch.iinfo(torch.int64).max if rank else 5
+    alone = ("the arguments of rank 1 are wrong", "6 words")[rank]
+    for sizes, words in ((None, "same targets"), ((3, 3), alone)):
+        call = partial(cross_entropy, hidden, weight, largest, sizes=sizes)
+        raises_everywhere(AllgradError, call, words)
+    largest.fill_(torch.iinfo(torch.int64).max)
+    raises_everywhere(InputError, partial(cross_entropy, hidden, weight, largest), "6 words")
     raises_everywhere(
         InputError, lambda: cross_entropy(hidden, weight, targets, label_smoothing=2), "label_smoo"
     )

@@ -1,7 +1,8 @@
 """Every private name of torch that allgrad uses, with its purpose and what happens without it.
 
-No other file names one (test_private_names_of_torch_stand_in_one_place) but ``graph_internals``, which
-has what only ops in compiled graphs need: a change there breaks nobody who never compiles.
+No other file names one (test_private_names_of_torch_stand_in_one_place) but ``module_internals``, for
+layers and wrappers, and ``graph_internals``, which has what only ops in compiled graphs need: a change
+there breaks nobody who never compiles.
 """
 
 from __future__ import annotations
@@ -50,7 +51,6 @@ __all__ = [
     "FakeTensor",
     "ReduceScatterOptions",
     "VmapInterpreter",
-    "active_ddp_module",
     "add_batch_dim",
     "anchor_gradient",
     "any_autocast",
@@ -67,17 +67,16 @@ __all__ = [
     "dual_level",
     "flatten_dense",
     "foreach_copy_",
-    "forwards_of",
     "functional_collectives",
     "functorch_active",
     "graph_task",
     "in_backward_pass",
+    "in_selective_checkpoint",
     "inside_jvp",
     "is_batched_gradient",
     "is_recorded",
     "is_view",
     "is_zero_tensor",
-    "kernel_inputs",
     "lengths_differ",
     "never_traced",
     "node_class",
@@ -257,13 +256,21 @@ def anchor_gradient(ctx: Any) -> torch.Tensor | None:
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
-def kernel_inputs(node: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The queries, keys and values that torch's attention kernel saved, with their graph."""
-    return node._saved_query, node._saved_key, node._saved_value
-
-
 # How many modes see the ops of this thread. Read in every call.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def in_selective_checkpoint() -> bool:
+    """Tell whether selective checkpointing notes which ops run, to find them again in backward.
+
+    Without it: a call that is made in two ways there raises torch's error in backward.
+    """
+    if not dispatch_modes():
+        return False
+    from torch.utils import _python_dispatch, checkpoint
+
+    modes = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
+    return any(isinstance(m, modes) for m in _python_dispatch._get_current_dispatch_mode_stack())
 
 
 def is_recorded() -> bool:
@@ -380,17 +387,3 @@ def lengths_differ(a: int, b: int) -> bool:
         return True
     torch._check(a == b)
     return False
-
-
-# ---- wrappers and layers ----------------------------------------------------------------------------------
-def forwards_of(layer: type[torch.nn.Module]) -> tuple[object, object]:
-    """What a layer computes its output with: of a convolution also the method that its forward calls.
-
-    Without it: a convolution that has another such method is taken for a plain one.
-    """
-    return layer.forward, getattr(layer, "_conv_forward", None)
-
-
-def active_ddp_module() -> Any:
-    """The DDP module inside whose forward this is, or None. Without it: None."""
-    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from allgrad._core.torch_internals import active_ddp_module
+from allgrad._core.module_internals import active_ddp_module
 from allgrad._wire import ended_ranks
 from allgrad._wire.calls import resolve
 from allgrad._wire.consistency import refuse
@@ -71,12 +71,12 @@ def grad_cache_step(
     """
     micro_batches = _listed(micro_batches, group)
     models = (models,) if isinstance(models, nn.Module) else models
-    most = _most_micro_batches(len(micro_batches), group)
-    extra = most - len(micro_batches)
     called = (encode, *models)
+    modules = [m for m in called if isinstance(m, nn.Module)]
+    most = _most_micro_batches(len(micro_batches), modules, group)
+    extra = most - len(micro_batches)
     wrapped = [m for m in called if hasattr(m, "no_sync")]
     _check_modes(wrapped, group)
-    modules = [m for m in called if isinstance(m, nn.Module)]
     buffers = _Buffers(modules)
     devices = _devices()
     states: list[list[Tensor]] = []
@@ -142,10 +142,12 @@ def _listed(micro_batches: Iterable[Batch], group: GroupLike) -> list[Batch]:
     return list(each)
 
 
-def _most_micro_batches(count: int, group: GroupLike) -> int:
+def _most_micro_batches(count: int, modules: Sequence[nn.Module], group: GroupLike) -> int:
     """The largest number of micro-batches of any rank."""
-    # An NCCL group cannot carry CPU tensors.
-    device = "cuda" if torch.cuda.is_initialized() else "cpu"
+    # An NCCL group cannot carry CPU tensors, and the current device may be that of another rank.
+    current = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    device = next((p.device for m in modules for p in m.parameters()), current)
+    device = resolve("grad_cache_step", group).group.message_device(device)
     counts: tuple[int, ...] = gather_sizes(torch.empty(count, 0, device=device), group=group)
     if all(counts):
         return max(counts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -191,6 +191,8 @@ def _direction(
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row: a query among documents, or a document among queries."""
     wide = accumulator_dtype(rows.tokens.dtype)
+    # Before they are cut: the gradients of chunks are added up.
+    rows, columns = (replace(x, tokens=x.tokens.to(wide)) for x in (rows, columns))
     most = TILE if queries_are_rows else TILE[::-1]
 
     def terms(row: _Samples, column: _Samples, factor: Tensor) -> Tensor:
@@ -199,7 +201,7 @@ def _direction(
         index = torch.arange(len(row.lengths), device=device)[:, None] + row.first
         other = torch.arange(len(column.lengths), device=device) + column.first
         pair = index == other
-        return terms_of("pairs", factor * scores.to(wide), pair, ~pair, None)
+        return terms_of("pairs", factor * scores, pair, ~pair, None)
 
     shared = scale.to(rows.tokens.device, wide).reshape(())
     return row_losses("pairs", rows.chunks(most[0]), columns.chunks(most[1]), terms, shared)
@@ -209,10 +211,9 @@ def _maxsim(queries: _Samples, documents: _Samples) -> Tensor:
     """The scores of a chunk of queries with a chunk of documents."""
     q, d = queries.tokens, documents.tokens
     place, real = documents.places()
-    wide = accumulator_dtype(q.dtype)
     padded = d[place.flatten()] if len(d) else d.new_zeros(place.numel(), d.shape[1])
-    # Rounded to 16 bits, products would tie where they do not.
-    products = (q.to(wide) @ padded.to(wide).T).unflatten(1, tuple(place.shape))
+    # In float32 at least: rounded to 16 bits, products would tie where they do not.
+    products = (q @ padded.T).unflatten(1, tuple(place.shape))
     if place.shape[1] == 0:  # no document in this chunk
         best = products.sum(2)
     else:

@@ -47,6 +47,7 @@ P = ParamSpec("P")
 
 CHUNK_BYTES = 64 << 20  # of the logits that exist at a time
 _DIGESTS = 1 << 24  # numbers that a float32 holds exactly
+_MOST_WORDS = 1 << 62
 
 
 def _takes_autocast(loss: Callable[P, Tensor]) -> Callable[P, Tensor]:
@@ -113,8 +114,9 @@ def cross_entropy(
     with the sums: on CPUs they raise, on a device their loss is NaN. If neither ``hidden`` nor
     ``targets`` is a tensor there, they wait some seconds. Sums are kept in float32, or in float64.
 
-    Cost: the logits of a chunk of rows exist at a time, and are computed again in backward. Forward
-    sends two numbers for each row, three with label smoothing; backward the gradient of ``hidden``.
+    Cost: the logits of a chunk of rows (64 MiB) exist at a time, and are computed again in backward. With
+    several chunks of 16 bits, the weight and its gradient exist in float32 too. Forward sends two numbers
+    for each row, three with label smoothing; backward the gradient of ``hidden``.
     """
     arguments = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
 
@@ -134,7 +136,8 @@ def cross_entropy(
         if sizes is not None:
             return CallSpec(same, ())
         checksum, low, high = _summary(targets, ignore_index)
-        return CallSpec({**same, "targets": checksum}, (len(weight), int(low < 0), high + 1))
+        past = min(high, _MOST_WORDS) + 1  # of more, an error all the same
+        return CallSpec({**same, "targets": checksum}, (len(weight), int(low < 0), past))
 
     digest = 0  # of what the ranks compare with the sums
     if sizes is None:
@@ -222,10 +225,10 @@ def _sums_of_own_words(
 ) -> Tensor:
     """For each row: logsumexp of the own logits, the target's logit or 0, the sum of own logits."""
     wide = accumulator_dtype(rows.dtype)
-    more = () if bias is None else (bias,)
+    more: tuple[Tensor, ...] = () if bias is None else (bias,)
 
     def of_chunk(at: Tensor, x: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
-        logits = (x @ w.T).to(wide)
+        logits = (x @ w.to(x.dtype).T).to(wide)
         if bias:
             logits = logits + bias[0].to(wide)
         target = torch.where(at >= 0, logits.gather(1, at.clamp(min=0)[:, None])[:, 0], 0)
@@ -233,6 +236,8 @@ def _sums_of_own_words(
         return torch.stack([*sums, logits.sum(1)] if smoothed else sums)
 
     size = max(1, CHUNK_BYTES // (len(weight) * wide.itemsize))
+    if len(rows) > size:  # the gradients of chunks are added up
+        weight, more = weight.to(wide), tuple(x.to(wide) for x in more)
     found = [
         recomputed(of_chunk, at, x, weight, *more)
         for x, at in zip(parts_of(rows, size), parts_of(own, size), strict=True)

@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from allgrad._autograd.transforms import is_plain_autograd
-from allgrad._core.torch_internals import before_node, current_node, kernel_inputs
+from allgrad._core.module_internals import kernel_inputs
+from allgrad._core.torch_internals import before_node, current_node
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

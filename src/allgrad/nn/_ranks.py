@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from allgrad._core.torch_internals import forwards_of
+from allgrad._core.module_internals import forwards_of
 from allgrad._wire import consistency
 from allgrad._wire.groups import find_group
 from allgrad._wire.primitives import resolve

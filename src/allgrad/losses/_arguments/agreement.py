@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from allgrad._autograd.transforms import in_lockstep, is_plain_autograd
+from allgrad._core.torch_internals import in_selective_checkpoint
 from allgrad._wire.calls import are_described, resolve
 from allgrad._wire.codec import Reader, Writer, dtype_name, kind_of
 from allgrad._wire.consistency import is_checking
@@ -255,9 +256,11 @@ def gather_rows(
 def may_be_expected() -> bool:
     """Whether a call here may have no message of its own.
 
-    In checked mode the ranks compare each call: there are no two ways of making one.
+    In checked mode the ranks compare each call: there are no two ways of making one. In a region under
+    selective checkpointing backward makes the call again, of the same ops.
     """
-    return is_plain_autograd() and not in_lockstep() and not are_described()
+    is_plain = is_plain_autograd() and not in_lockstep() and not are_described()
+    return is_plain and not in_selective_checkpoint()
 
 
 def no_values(wanted: str) -> str:

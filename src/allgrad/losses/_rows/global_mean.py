@@ -154,8 +154,9 @@ def _in_one_message(  # noqa: PLR0917
     needed: Sequence[bool],
     by_mean: Tensor,
 ) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
-    # This rank's own weight, for as long as gradients are in 16 bits: a loss scale keeps small ones.
-    own_weight = torch.where(by_mean == 0, 1, by_mean)
+    # This rank's own weight, for as long as gradients are in 16 bits: a loss scale keeps small ones. Not a
+    # small weight, which may not be that of the other ranks (test_ranks_may_weigh_the_loss_differently_and_go_back_twice).
+    own_weight = torch.where(by_mean.abs() < 1, 1, by_mean)
     wanted = [inputs[0], *(x for x, n in zip(inputs[1:], needed[1:], strict=True) if n)]
     found = torch.autograd.grad(sums, wanted, factors * own_weight, materialize_grads=True)
     by_received, *others = (_wide(x) / own_weight.to(x.device) for x in found)

@@ -80,12 +80,7 @@ class _Recomputed(torch.autograd.Function):
         moved = tuple(
             torch.zeros_like(x) if t is None else t for x, t in zip(chosen, given, strict=True)
         )
-        # Forward mode does not nest. The gradient is linear in the cotangents, and the derivative
-        # by them is the forward one.
-        value, pull = torch.func.vjp(function, *chosen)[:2]
-        zeros = tuple(torch.zeros_like(y) for y in value)
-        push = torch.func.vjp(lambda *cotangents: pull(cotangents), *zeros)[1]
-        found: tuple[Tensor, ...] = push(moved)
+        found: tuple[Tensor, ...] = computed_on(chosen[0].device, _jvp, function, chosen, moved)
         return found
 
     @staticmethod
@@ -110,6 +105,20 @@ def _by_some(
         return function(*(next(rest) if c else x for x, c in zip(inputs, chosen, strict=True)))
 
     return of_chosen, [x for x, c in zip(inputs, chosen, strict=True) if c and x is not None]
+
+
+def _jvp(
+    function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], moved: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """The derivative along ``moved``, in reverse mode: forward mode does not nest.
+
+    The gradient is linear in the cotangents, and the derivative by them is the forward one.
+    """
+    value, pull = torch.func.vjp(function, *inputs)[:2]
+    zeros = tuple(torch.zeros_like(y) for y in value)
+    push = torch.func.vjp(lambda *cotangents: pull(cotangents), *zeros)[1]
+    found: tuple[Tensor, ...] = push(moved)
+    return found
 
 
 def _vjp(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -102,9 +102,7 @@ class Relation:
         highest = []
         for row in (chunk.made() for chunk in rows.chunks()):
             x = row.features
-            best = torch.full(
-                (len(x),), -torch.inf, device=x.device, dtype=accumulator_dtype(x.dtype)
-            )
+            best = x.new_full((len(x),), -torch.inf)
             for keys in columns:
                 for column in (chunk.made() for chunk in keys.chunks()):
                     similarity = _similarity(x, column.features)
@@ -113,8 +111,8 @@ class Relation:
                     if masked.shape[1]:
                         best = torch.maximum(best, masked.amax(1))
             highest.append(best)
-        limit = torch.cat(highest) - self.margin
-        limit = limit.masked_fill(limit == -torch.inf, torch.inf)
+        best = torch.cat(highest)
+        limit = (best - self.margin).masked_fill(best == -torch.inf, torch.inf)
         return Queries(rows.features, rows.ids, rows.own, limit)
 
 
@@ -134,7 +132,7 @@ def score_rows(  # noqa: PLR0917
         x, y = row.features, column.features
         weights = None if column.weights is None else column.weights.to(wide)
         if row.limit is None:  # one pass over the scores less
-            scores = similarity = _similarity(numbers[0] * x.to(wide), y)
+            scores = similarity = _similarity(numbers[0] * x, y)
         else:
             similarity = _similarity(x, y)
             scores = numbers[0] * similarity
@@ -142,6 +140,12 @@ def score_rows(  # noqa: PLR0917
             scores = scores + numbers[1]
         return terms_of(kind, scores, *relation.masks(row, column, similarity), weights)
 
+    # Before they are cut: the gradients of chunks are added up. Those of a queue have none.
+    rows = replace(rows, features=rows.features.to(wide))
+    columns = [
+        keys if keys.filled is not None else replace(keys, features=keys.features.to(wide))
+        for keys in columns
+    ]
     limited = relation.limited(rows, columns)
     chunks = [chunk for keys in columns for chunk in keys.chunks()]
     return row_losses(kind, limited.chunks(), chunks, terms, *shared)
@@ -153,5 +157,4 @@ def _split(x: Tensor | None, size: int, count: int) -> Sequence[Tensor | None]:
 
 def _similarity(x: Tensor, y: Tensor) -> Tensor:
     """Products in float32 at least: rounded to 16 bits, they would cost digits of the gradients."""
-    wide = accumulator_dtype(x.dtype)
-    return x.to(wide) @ y.to(wide).T
+    return x @ y.to(x.dtype).T

@@ -194,9 +194,9 @@ class _Known:
         """Count a call; capture a step for further ones if there were enough."""
         if len(self.counts) > _MOST_COUNTED:
             self.counts.clear()
-        self.counts[key] = self.counts.get(key, 0) + 1
+        calls = self.counts[key] = self.counts.get(key, 0) + 1
         limit = max_bytes(key.device)
-        if not self.can_capture or self.counts[key] % AFTER_CALLS or key.bytes > limit:
+        if not self.can_capture or calls % AFTER_CALLS or key.bytes > limit:
             return
         for other, step in list(self.steps.items()):
             if self.calls - step.last_used > STALE_AFTER:
@@ -208,7 +208,7 @@ class _Known:
             self.steps[key] = _Captured(key, q, scale)
         except RuntimeError:  # another thread may be capturing, or the memory be full
             self.can_capture = False
-        del self.counts[key]
+        self.counts.pop(key, None)  # another thread may have done so
 
 
 _known = _Known()

@@ -1,0 +1,27 @@
+"""Private names of torch that layers and wrappers need, each with its purpose and what happens without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["active_ddp_module", "forwards_of", "kernel_inputs"]
+
+
+def kernel_inputs(node: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The queries, keys and values that torch's attention kernel saved, with their graph."""
+    return node._saved_query, node._saved_key, node._saved_value
+
+
+def forwards_of(layer: type[torch.nn.Module]) -> tuple[object, object]:
+    """What a layer computes its output with: of a convolution also the method that its forward calls.
+
+    Without it: a convolution that has another such method is taken for a plain one.
+    """
+    return layer.forward, getattr(layer, "_conv_forward", None)
+
+
+def active_ddp_module() -> Any:
+    """The DDP module inside whose forward this is, or None. Without it: None."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
