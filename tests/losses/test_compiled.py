@@ -202,6 +202,16 @@ def test_func_of_a_loss_falls_back_to_eager_code(rank):
     first = torch.func.grad(losses.clip_loss)
     got = torch.compile(first, backend="aot_eager")(q, k, scale)
     torch.testing.assert_close(got, first(q, k, scale), rtol=1e-13, atol=1e-13)
+    torch.compiler.reset()  # TorchDynamo gave up on clip_loss, in this process of several tests
+
+
+def test_a_loss_that_falls_back_leaves_the_others_compiled():
+    q, k, _, scale, bias = (x.detach() for x in inputs(3, 0))
+    torch.compile(torch.func.grad(losses.clip_loss), backend="aot_eager")(q, k, scale)
+    compiled = torch.compile(losses.siglip_loss, fullgraph=True, backend="aot_eager")
+    want = losses.siglip_loss(q, k, scale, bias)
+    torch.testing.assert_close(compiled(q, k, scale, bias), want, rtol=1e-13, atol=1e-13)
+    torch.compiler.reset()
 
 
 def test_graph_dropped_without_backward_is_freed():

@@ -15,6 +15,7 @@ from allgrad.errors import ModeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FunctionType
 
 __all__ = ["EAGER", "in_graphs"]
 
@@ -53,6 +54,10 @@ def in_graphs(loss: Callable[P, Tensor]) -> Callable[P, Tensor]:
             args = options.pop(first), *args
         return graph_op.trace(name, args, options)
 
+    # Code of its own: TorchDynamo gives up on code, and so on all losses if they shared it
+    # (test_a_loss_that_falls_back_leaves_the_others_compiled).
+    function = cast("FunctionType", call)
+    function.__code__ = function.__code__.replace(co_name=name)
     return cast("Callable[P, Tensor]", call)
 
 
