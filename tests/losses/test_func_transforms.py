@@ -8,6 +8,7 @@ import allgrad as ag
 from allgrad.errors import ModeError
 from allgrad.losses import (
     KeyQueue,
+    clip_loss,
     cross_entropy,
     maxsim,
     maxsim_loss,
@@ -171,21 +172,26 @@ def test_one_batch_of_ids_and_scales_too(rank, world):
 
 @pytest.mark.ranks(1, 3)
 def test_a_batch_of_what_must_be_read_is_refused_on_every_rank(rank, world):
-    x, scales = torch.ones(2, 3, WIDTH), torch.ones(2)
+    x = torch.ones(2, 3, WIDTH)
     targets, masks = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, 1, dtype=torch.bool)
     tokens = x.unsqueeze(2)
 
     def masked(q, mask):
         return maxsim_loss(q, q, query_mask=mask)
 
-    def checked(x, scale):
-        with ag.checked():
-            return multiple_negatives_loss(x, x, scale)
-
     calls = {
         "cross_entropy": lambda: vmap(lambda x, y: cross_entropy(x, x, y))(x, targets),
         "maxsim_loss": lambda: vmap(masked)(tokens, masks),
-        "multiple_negatives_loss": lambda: vmap(checked)(x, scales),
     }
     for name, call in calls.items():
         raises_everywhere(ModeError, call, name, "torch.vmap maps over", "in a loop")
+
+
+@pytest.mark.ranks(2)
+def test_a_batch_of_scales_inside_checked():
+    """Their values cannot be read, and are not compared."""
+    x, scales = torch.ones(2, 3, WIDTH), torch.ones(2)
+    for loss in (multiple_negatives_loss, clip_loss):
+        with ag.checked():
+            got = vmap(lambda x, scale: loss(x, x, scale))(x, scales)  # noqa: B023
+        torch.testing.assert_close(got, loss(x[0], x[0], 1.0).expand(2))

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from allgrad._core.torch_internals import current_interpreter, functorch_active, transform_names
+from allgrad._core.torch_internals import (
+    VmapInterpreter,
+    current_interpreter,
+    functorch_active,
+    transform_names,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["below_transforms", "in_vmap"]
+__all__ = ["batch_sizes", "below_transforms", "in_vmap"]
 
 T = TypeVar("T")
 
@@ -29,3 +34,13 @@ def below_transforms(function: Callable[..., T], *args: Any) -> T:
 def in_vmap() -> bool:
     """Tell whether tensors may have a batch, whose values cannot be read."""
     return functorch_active() and "Vmap" in transform_names()
+
+
+def batch_sizes() -> tuple[int, ...]:
+    """The batch sizes of the active vmaps, the outermost first; all ranks must have the same."""
+    if not functorch_active():
+        return ()
+    interpreter = current_interpreter()
+    own = (interpreter.batch_size(),) if isinstance(interpreter, VmapInterpreter) else ()
+    with interpreter.lower():
+        return (*batch_sizes(), *own)

@@ -35,7 +35,7 @@ from allgrad.errors import (
 )
 from allgrad.losses._arguments.expected_calls import Changed, as_expected, history_of
 from allgrad.losses._arguments.rank_args import ROW_WORDS
-from allgrad.losses._below_transforms import below_transforms, in_vmap
+from allgrad.losses._below_transforms import batch_sizes, below_transforms, in_vmap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -204,6 +204,8 @@ def agree(
     device = next((found for found in devices if found is not None), torch.device("cpu"))
     kind = None if problem is None else _known(type(problem))
     same = {**spec.same, "device": device.type}
+    if in_vmap():
+        same["batch sizes of torch.vmap"] = batch_sizes()
     own = _Row(_digest(name), kind, tuple(map(_digest, same.values())), spec.counts)
     words, labels = own.encode(), list(same)
     device = call.group.message_device(device)  # the same kind on a rank that passed no tensor

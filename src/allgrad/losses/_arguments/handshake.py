@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache, reduce
 from hashlib import blake2b
 from operator import or_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from allgrad.losses._arguments.agreement import (
 from allgrad.losses._arguments.argument_rules import check_args, require_pairs
 from allgrad.losses._arguments.expected_calls import as_expected, history_of
 from allgrad.losses._arguments.rank_args import OPTIONS_BYTES, GradNeeds, RankArgs, TensorSpec
+from allgrad.losses._below_transforms import below_transforms, in_vmap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -100,7 +101,7 @@ def exchange_args(
             found = as_expected(history, words, call.rank, group)
             if found is not None:
                 return _of_all_ranks(Agreement.expected(call.rank, words, found, history))
-        received = gather_rows(name, words, str(own), group, message_device)
+        received = below_transforms(gather_rows, name, words, str(own), group, message_device)
     except BaseException:
         history.forget()
         raise
@@ -108,7 +109,8 @@ def exchange_args(
     distinct = {id(args): args for args in ranks}.values()
     rows: Sequence[object] = ranks
     if len({args.kind for args in distinct}) == 1 < len({args.options for args in distinct}):
-        rows = [row for *_, row in exchange_texts(f"\n\n{own}, {options}", group, message_device)]
+        text = f"\n\n{own}, {options}"
+        rows = [row for *_, row in below_transforms(exchange_texts, text, group, message_device)]
     _check_all(name, ranks, rows)
     if device is not None and device.type == "meta":
         raise ModeError(f"{name}: {no_values('the numbers of pairs of all ranks')}")
@@ -131,7 +133,7 @@ def _is_readable(x: object, world: int) -> bool:
     """Whether a number is read: one rank alone does not wait for its device to check it."""
     if not isinstance(x, Tensor):
         return True
-    return not x.is_meta and (world > 1 or not x.is_cuda)
+    return not x.is_meta and not in_vmap() and (world > 1 or not x.is_cuda)
 
 
 @lru_cache(maxsize=1024)
@@ -172,8 +174,14 @@ def _without_exchange(
     if any(spec.given == "tensor" for spec in own.features[2:]):  # ranks may have different numbers
         if device is not None and device.type == "meta":
             raise ModeError(f"{name}: {no_values('the numbers of further keys of all ranks')}")
-        extra = torch.tensor([own.keys - own.pairs], device=device)
-        found = all_gather(extra, sizes="equal", group=group, grad="none").tolist()
+        further = [own.keys - own.pairs]
+
+        def by_rank() -> list[int]:
+            extra = torch.tensor(further, device=device)
+            joined = all_gather(extra, sizes="equal", group=group, grad="none")
+            return cast("list[int]", joined.tolist())
+
+        found = below_transforms(by_rank)
         keys = tuple(a + b for a, b in zip(pairs, found, strict=True))
     needs = own.needs
     if call.size > 1:

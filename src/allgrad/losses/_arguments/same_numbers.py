@@ -32,8 +32,11 @@ _NEAR = 0.01  # of the norm; ranks may round differently
 def compared_numbers(
     numbers: Mapping[str, Tensor | float | None], features: Tensor
 ) -> dict[str, float | None]:
-    """In checked mode the values of these numbers, in the dtype of the loss's sums; otherwise nothing."""
-    if not consistency.is_checking():
+    """In checked mode the values of these numbers, in the dtype of the loss's sums; otherwise nothing.
+
+    Nothing in a batch of torch.vmap either, whose values cannot be read.
+    """
+    if not consistency.is_checking() or in_vmap():
         return {}
     dtype = accumulator_dtype(features.dtype)
     return {

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from allgrad._autograd.transforms import is_plain_autograd
+from allgrad._core.torch_internals import functorch_active
 from allgrad._wire.groups import find_group
 from allgrad.losses._computed_on import computed_on
 from allgrad.losses._pairs.config import LossConfig
 from allgrad.losses._pairs.first_order import Inputs, Kept, one_rank_kernels
 from allgrad.losses._pairs.fused_pass import kept_scores
 from allgrad.losses._pairs.key_blocks import KeyLayout
-from allgrad.losses._pairs.modes import differentiable_gradients, refuse_batches
+from allgrad.losses._pairs.modes import Forward, differentiable_gradients, refuse_batches
 from allgrad.losses._tiles.torch import TRITON_DTYPES, has_triton
 
 if TYPE_CHECKING:
@@ -139,18 +140,18 @@ class _LossOfOneRank(torch.autograd.Function):
         refuse_batches(ctx.call[0], by_loss)
         kept, ctx.kept = ctx.kept, None
         lease = kept if isinstance(kept, _replay().Lease) else None
-        if lease is not None and not torch.is_grad_enabled():
+        # create_graph=True, or torch.vmap of backward
+        in_modes = torch.is_grad_enabled() or functorch_active()
+        if lease is not None and not in_modes:
             return None, *lease.gradients(by_loss)
         q, k, scale, bias = ctx.saved_tensors
         products = kept if lease is None else lease.products()
         if products is None:
             _, products = computed_on(q.device, _launched, ctx, q, k, scale, bias)
-        if torch.is_grad_enabled():  # create_graph=True
-            needed = ctx.needs_input_grad[1:]
+        if in_modes:
+            forward = Forward(Kept(products=products), ctx.needs_input_grad[1:])
             x = Inputs(q, k, scale, bias)
-            found = differentiable_gradients(
-                _config(ctx, q, k), (Kept(products=products), needed), x, by_loss
-            )
+            found = differentiable_gradients(_config(ctx, q, k), forward, x, by_loss)
         else:
             found = one_rank_kernels().gradients(ctx.call[2], q, k, scale, bias, by_loss, products)
         if lease is not None:

@@ -36,13 +36,18 @@ import torch
 from allgrad._autograd import call_order, started_calls
 from allgrad._autograd.backward_order import current_chain
 from allgrad._autograd.transforms import ANCHOR, is_plain_autograd
-from allgrad._core.torch_internals import anchor_gradient, never_traced
+from allgrad._core.torch_internals import anchor_gradient, functorch_active, never_traced
 from allgrad._wire import primitives as wire
 from allgrad._wire.groups import find_group
 from allgrad.errors import ModeError
 from allgrad.losses._computed_on import computed_on
 from allgrad.losses._pairs.first_order import Inputs, Kept, first_gradients, loss_value
-from allgrad.losses._pairs.modes import differentiable_gradients, loss_in_transform, refuse_batches
+from allgrad.losses._pairs.modes import (
+    Forward,
+    differentiable_gradients,
+    loss_in_transform,
+    refuse_batches,
+)
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:
@@ -122,9 +127,11 @@ class _ContrastiveLoss(torch.autograd.Function):
         refuse_batches(ctx.config.name, by_loss)
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         x, kept = Inputs(*saved[:4]), Kept.unflatten(saved[4:])
-        if torch.is_grad_enabled():  # create_graph=True
+        # create_graph=True, or torch.vmap of backward
+        if torch.is_grad_enabled() or functorch_active():
             with contextlib.nullcontext() if ctx.chain is None else ctx.chain.recording():
-                return None, None, *differentiable_gradients(ctx.config, (kept, needed), x, by_loss)
+                forward = Forward(kept, needed)
+                return None, None, *differentiable_gradients(ctx.config, forward, x, by_loss)
         found = computed_on(by_loss.device, first_gradients, ctx.config, x, by_loss, kept, needed)
         return None, anchor_gradient(ctx), *found
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from allgrad._core.torch_internals import functorch_active, transform_names
 from allgrad._wire.calls import resolve
 from allgrad._wire.consistency import refuse
 from allgrad.errors import InputError
@@ -18,13 +17,13 @@ from allgrad.losses._arguments.feature_checks import number, plain_number
 from allgrad.losses._arguments.handshake import exchange_args
 from allgrad.losses._arguments.rank_args import GradNeeds
 from allgrad.losses._arguments.same_numbers import require_same_numbers
+from allgrad.losses._below_transforms import batch_sizes, in_vmap
 from allgrad.losses._computed_on import computed_on
 from allgrad.losses._pairs.alone_on_cuda import loss_of_one_rank
 from allgrad.losses._pairs.config import LossConfig
 from allgrad.losses._pairs.config_cache import recall, remember, signature
 from allgrad.losses._pairs.engine import contrastive_loss
 from allgrad.losses._pairs.key_blocks import KeyLayout
-from allgrad.losses._pairs.modes import no_vmap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,8 +70,6 @@ def global_loss(
         )
         if found is not None:
             return found
-    if functorch_active() and "Vmap" in transform_names():
-        raise no_vmap(name)
     # Made anew in each call: a number of inference mode, or a fake one, is of no use to the next.
     numbers = {key: number(x) for key, x in scalars.items()}
     given = [*features.values()]
@@ -82,12 +79,13 @@ def global_loss(
     key = signature(name, group, sizes, (*given, *numbers.values()), *options) if known else None
 
     def exchanged(*, is_changed: bool) -> LossConfig:
+        batches = f", batches of torch.vmap: {batch_sizes()}" if in_vmap() else ""
         batch = exchange_args(
             name,
             features,
             numbers,
             kind=kind,
-            options=f"label_smoothing={smoothing}, {grad_reduction=}, {ring=}, {budget=}",
+            options=f"label_smoothing={smoothing}, {grad_reduction=}, {ring=}, {budget=}{batches}",
             needs=_grad_needs(given, [*numbers.values()]),
             sizes=sizes,
             group=group,

@@ -15,6 +15,13 @@ with ``p`` the probability, which also weighs the means. The sums of a softmax, 
 gradients take one pass over the scores each. The keys are gathered, also where the first derivatives
 use a ring.
 
+Forward mode asks for the change of the first gradients instead, which are ``gain w`` times what a score
+is made of. It is the same, but along columns, where a gain is that of a row:
+
+    softmax along columns    gain p (t - mean of t along the column)
+
+and with a change of the gain times ``w`` added to each.
+
 Digits: scores are rounded, so that the probabilities of a row do not add up to 1, and where one of
 them is close to 1, ``t`` is close to its mean. So means are divided by the sum of the probabilities,
 ``t`` is taken relative to that of the pair, and the ``w`` of a pair is made of the other scores
@@ -46,7 +53,7 @@ if TYPE_CHECKING:
     from allgrad.losses._pairs.config import LossConfig
     from allgrad.losses._pairs.first_order import Inputs
 
-__all__ = ["directional_derivative", "second_gradients"]
+__all__ = ["directional_derivative", "gradient_change", "second_gradients"]
 
 
 def directional_derivative(config: LossConfig, x: Inputs, direction: Inputs) -> Tensor:
@@ -60,26 +67,41 @@ def second_gradients(
 ) -> tuple[Tensor | None, ...]:
     """The gradients, by inputs and by ``by_loss``, of the first gradients times the direction."""
     total = _sum_over_ranks(config, by_loss) if config.sums_loss_weights else by_loss
-    along = _Along(config, x, direction, total)
+    *found, derivative = _gradients_along(config, x, _Along(config, x, direction, total))
+    assert derivative is not None
+    return *found, derivative.to(by_loss.dtype)
+
+
+def gradient_change(
+    config: LossConfig, x: Inputs, by_loss: Tensor, direction: Inputs, by_loss_change: Tensor
+) -> tuple[Tensor | None, ...]:
+    """What the first gradients change by along all ranks' directions, that of ``by_loss`` included."""
+    gains = torch.stack([by_loss, by_loss_change])
+    gain, change = _sum_over_ranks(config, gains) if config.sums_loss_weights else gains
+    *found, _ = _gradients_along(config, x, _Along(config, x, direction, gain, change))
+    return tuple(found)
+
+
+def _gradients_along(config: LossConfig, x: Inputs, along: _Along) -> tuple[Tensor | None, ...]:
+    """The gradients by all inputs, and the derivative of the loss along the direction."""
     means = along.means()
-    numbers = means.derivative.reshape(1)
+    derivative = means.derivative.reshape(1)
     if config.layout.world > 1:
         # One message: the sums of columns, and the derivative along all ranks' directions.
-        message = torch.cat([means.columns.flatten(), numbers])
+        message = torch.cat([means.columns.flatten(), derivative])
         message = all_reduce(message, group=config.layout.group, grad="none")
         means = means._replace(columns=message[:-1].view(2, -1))
-        numbers = message[-1:] if config.sums_loss_weights else numbers
+        derivative = message[-1:] if config.sums_loss_weights else derivative
     found = along.gradients(means)
     by_key = found.keys.mul_(config.mean_factor)
     if config.layout.world > 1:
         by_key, _ = reduce_sums(config.layout, by_key, None)
-    numbers = numbers * config.mean_factor
     return (
         found.queries.mul_(config.mean_factor).to(x.q.dtype),
         by_key.to(x.q.dtype),
         found.scale * config.mean_factor,
         None if x.bias is None else found.bias * config.mean_factor,
-        numbers[0].to(by_loss.dtype),
+        (derivative * config.mean_factor)[0],
     )
 
 
@@ -96,7 +118,7 @@ class _Means(NamedTuple):
     """
 
     rows: Tensor
-    columns: Tensor  # of gain times t
+    columns: Tensor  # of gain times t, or of t in forward mode
     derivative: Tensor  # the sum of w t
 
 
@@ -130,13 +152,24 @@ class _Tile(NamedTuple):
 class _Along:
     """The scores of this rank's queries and all keys, with their derivative along a direction.
 
-    ``gain`` weighs the loss; ranks may have different ones.
+    ``gain`` weighs the loss; ranks may have different ones. In forward mode it has a change too.
     """
 
-    def __init__(self, config: LossConfig, x: Inputs, direction: Inputs, gain: Tensor) -> None:
+    def __init__(
+        self,
+        config: LossConfig,
+        x: Inputs,
+        direction: Inputs,
+        gain: Tensor,
+        gain_change: Tensor | None = None,
+    ) -> None:
         self.config, self.dtype = config, accumulator_dtype(x.q.dtype)
         self.x, self.scale, self.bias = x, x.scale, x.bias
         self.one, self.gain = x.scale.new_ones(()), gain.to(self.dtype)
+        self.gain_change = None if gain_change is None else gain_change.to(self.dtype)
+        # Along columns the means are of the gain times t, or the gain multiplies what comes of them.
+        gains = (self.gain, self.one) if gain_change is None else (self.one, self.gain)
+        self.gain_of_means, self.gain_of_columns = gains
         self.q, self.k = x.q.to(self.dtype), self._joined(x.k)
         self.start, self.dq = config.layout.start, direction.q.to(self.dtype)
         self.dscale = direction.scale.to(self.dtype)
@@ -145,9 +178,9 @@ class _Along:
         dk, dots = direction.k.to(self.dtype), row_dots(self.q, own)
         change = row_dots(self.dq, own) + row_dots(self.q, dk[: len(self.q)])
         self.of_rows = self.dscale * dots + self.scale * change  # t of the pairs; no bias shifts it
-        self.of_columns = self.of_rows[:0]  # gain t of the pairs
+        self.of_columns = self.of_rows[:0]  # of the pairs, what the means of columns are of
         if config.kind is LossKind.SOFTMAX_BOTH:
-            joined = self._joined(torch.cat([dk, (self.gain * self.of_rows)[:, None]], 1))
+            joined = self._joined(torch.cat([dk, (self.gain_of_means * self.of_rows)[:, None]], 1))
             self.dk, self.of_columns = joined[:, :-1], joined[:, -1]
         else:
             self.dk = self._joined(dk)
@@ -220,7 +253,7 @@ class _Along:
                 means.rows[0, tile.rows] += (tile.by_row * along).sum(1)
                 means.rows[1, tile.rows] += tile.by_row.sum(1)
             if tile.by_column is not None:
-                along = self._less(tile, self.gain * tile.t, self.of_columns[tile.columns])
+                along = self._less(tile, self.gain_of_means * tile.t, self.of_columns[tile.columns])
                 means.columns[0, tile.columns] += (tile.by_column * along).sum(0)
                 means.columns[1, tile.columns] += tile.by_column.sum(0)
         return means
@@ -245,8 +278,11 @@ class _Along:
                 along = self._less(tile, tile.t, self.of_rows[rows, None])
                 by_score = gain * tile.by_row * (along - of_rows[rows, None])
                 if tile.by_column is not None:
-                    along = self._less(tile, gain * tile.t, self.of_columns[columns])
-                    by_score += tile.by_column * (along - of_columns[columns])
+                    along = self._less(tile, self.gain_of_means * tile.t, self.of_columns[columns])
+                    along -= of_columns[columns]
+                    by_score += self.gain_of_columns * tile.by_column * along
+            if self.gain_change is not None:
+                by_score += self.gain_change * tile.w
             weighed = gain * tile.w
             q, k, dq, dk = self.q[rows], self.k[columns], self.dq[rows], self.dk[columns]
             by_dot = self.scale * by_score + self.dscale * weighed
