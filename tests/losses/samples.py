@@ -3,9 +3,11 @@
 Runs inside a rank. Each argument is a list of pieces by rank, or one value that every rank holds.
 """
 
+import pytest
 import torch
 
 import allgrad as ag
+from allgrad.losses._rows import recompute
 from exactness import place, random
 from nn.twins import close, derivatives
 
@@ -52,6 +54,11 @@ def check_loss(group, run, formula, pieces, numbers, reduction="mean"):
             close(ag.all_reduce(g.detach(), group=group), w, f"{what} of a number")
 
     compare(got_first, want_first, "the gradient")
+    with pytest.MonkeyPatch.context() as patch:
+        for most in (recompute.KEPT_SCORES, 0):
+            patch.setattr(recompute, "KEPT_SCORES", most)
+            found = derivatives(run(own, mine), own + mine)
+            compare(found, want_first, f"the gradient without a graph, up to {most} scores kept,")
     if reduction == "sum":  # a second loss that differs by rank does not count once
         return
     # Of the numbers, ranks hold parts of the gradient: only what is of their own pieces goes on.

@@ -14,7 +14,7 @@ from allgrad.losses import (
     sigmoid_supcon_loss,
     supcon_loss,
 )
-from allgrad.losses._rows import relations
+from allgrad.losses._rows import recompute, relations
 from exactness import leaf, place, random
 from losses.kept_memory import largest_kept
 from losses.samples import COUNTS, check_loss, features, ids_of
@@ -151,10 +151,11 @@ def test_no_matrix_of_scores_is_kept():
     q, k = (leaf(torch.cat(features((300,), seed))) for seed in (1, 2))
     ids = torch.arange(300) % 40
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relations, "TILE", (32, 64))
+        patch.setattr(relations, "TILE", (64, 128))
+        patch.setattr(recompute, "KEPT_SCORES", 300 * 300 - 1)
         for loss in (supcon_loss, sigmoid_supcon_loss):
             for order in (1, 2):
-                assert largest_kept(partial(loss, q, k, 5.0, ids, ids), (q, k), order) <= 32 * 64
+                assert largest_kept(partial(loss, q, k, 5.0, ids, ids), (q, k), order) <= 300 * 8
 
 
 def test_gradients_of_chunks_are_added_in_float32():

@@ -13,6 +13,7 @@ import allgrad as ag
 from allgrad._wire import ended_ranks, watchdog
 from allgrad.errors import AllgradError, InputError, PieceMismatch, SizesError, TensorError
 from allgrad.losses import cross_entropy, reference, vocab_cross_entropy
+from allgrad.losses._rows import recompute
 from allgrad.testing import run_ranks
 from counting import Counted
 from exactness import leaf, loss, place, random
@@ -50,11 +51,10 @@ def check(group, kind, label_smoothing, reduction, *, with_bias, ignore_index=-1
         *whole[:2], targets, bias=whole[2] if with_bias else None, **options
     )
     own = [leaf(hidden), *(leaf(x.split(words)[rank]) for x in (weight, bias))]
+    more = {"bias": own[2] if with_bias else None, "group": group, **options}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocab_cross_entropy, "CHUNK_BYTES", chunk or 1 << 20)
-        got = cross_entropy(
-            *own[:2], targets, bias=own[2] if with_bias else None, group=group, **options
-        )
+        got = cross_entropy(*own[:2], targets, **more)
         close(got, want, "the value")
 
         def parts(found):
@@ -64,6 +64,11 @@ def check(group, kind, label_smoothing, reduction, *, with_bias, ignore_index=-1
         got = derivatives(loss(got, 0), own, graph=True)
         for g, w in zip(got, parts(want), strict=True):
             close(g, w, "the gradient")
+        for most in (recompute.KEPT_SCORES, 0):
+            patch.setattr(recompute, "KEPT_SCORES", most)
+            again = derivatives(loss(cross_entropy(*own[:2], targets, **more), 0), own)
+            for g, w in zip(again, parts(want), strict=True):
+                close(g, w, f"the gradient without a graph, up to {most} scores kept,")
         # A second loss must be the same on every rank as well: pieces are joined first.
         joined = [
             got[0],
@@ -200,6 +205,7 @@ def test_no_matrix_of_logits_is_kept():
     targets = torch.arange(512)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocab_cross_entropy, "CHUNK_BYTES", 32 * 512 * 8)
+        patch.setattr(recompute, "KEPT_SCORES", 512 * 512 - 1)
         for order in (1, 2):
             run = partial(cross_entropy, hidden, weight, targets)
             assert largest_kept(run, (hidden, weight), order) <= 512 * 8

@@ -114,8 +114,8 @@ def cross_entropy(
     with the sums: on CPUs they raise, on a device their loss is NaN. If neither ``hidden`` nor
     ``targets`` is a tensor there, they wait some seconds. Sums are kept in float32, or in float64.
 
-    Cost: the logits of a chunk of rows (64 MiB) exist at a time, and are computed again in backward. With
-    several chunks of 16 bits, the weight and its gradient exist in float32 too. Forward sends two numbers
+    Cost: the logits of a chunk of rows (64 MiB) exist at a time, and are computed again in backward, unless
+    there are at most 2 million on this rank. With several chunks of 16 bits, the weight and its gradient exist in float32 too. Forward sends two numbers
     for each row, three with label smoothing; backward the gradient of ``hidden``.
     """
     arguments = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
@@ -239,7 +239,7 @@ def _sums_of_own_words(
     if len(rows) > size:  # the gradients of chunks are added up
         weight, more = weight.to(wide), tuple(x.to(wide) for x in more)
     found = [
-        recomputed(of_chunk, at, x, weight, *more)
+        recomputed(of_chunk, at, x, weight, *more, scores=len(rows) * len(weight))
         for x, at in zip(parts_of(rows, size), parts_of(own, size), strict=True)
     ]
     return torch.cat(found, 1)

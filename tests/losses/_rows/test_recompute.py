@@ -1,10 +1,16 @@
-"""Recomputed functions: the derivatives of the plain function, in every mode, and little memory."""
+"""Recomputed functions: the derivatives of the plain function, in every mode, and little memory.
+
+With few scores an eager backward uses what forward computed.
+"""
+
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from allgrad.errors import ModeError
-from allgrad.losses._rows.recompute import recomputed
+from allgrad.losses._rows.recompute import KEPT_SCORES, recomputed
 from exactness import leaf, random
 from losses.kept_memory import largest_kept
 
@@ -13,17 +19,21 @@ def plain(x, w):
     return (x @ w.T).logsumexp(1).sin()
 
 
-def again(x, w):
-    return recomputed(plain, x, w)
+def again(x, w, scores=KEPT_SCORES + 1):
+    return recomputed(plain, x, w, scores=scores)
 
 
 def inputs():
     return leaf(random((3, 2), 1)), leaf(random((4, 2), 2))
 
 
-def test_derivatives_of_three_orders():
+COUNTS = pytest.mark.parametrize("scores", [KEPT_SCORES, KEPT_SCORES + 1])
+
+
+@COUNTS
+def test_derivatives_of_three_orders(scores):
     found = []
-    for function in (plain, again):
+    for function in (plain, partial(again, scores=scores)):
         x, w = inputs()
         value = function(x, w).sum()
         for _ in range(3):
@@ -32,6 +42,44 @@ def test_derivatives_of_three_orders():
             value = (gradient * w[:3]).sin().sum()
     for got, want in zip(found[:3], found[3:], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
+@COUNTS
+def test_backward_twice_and_under_checkpoint(scores):
+    """Few scores are computed once for the first backward, and again for the second."""
+    calls = []
+
+    def counted(x, w):
+        calls.append(1)
+        return plain(x, w)
+
+    x, w = inputs()
+    want = torch.autograd.grad(plain(x, w).sum(), (x, w))
+    value = recomputed(counted, x, w, scores=scores).sum()
+    for number in (1, 2):
+        got = torch.autograd.grad(value, (x, w), retain_graph=True)
+        torch.testing.assert_close(got, want)
+        assert len(calls) == number + (scores > KEPT_SCORES)
+    inside = checkpoint(lambda: again(x, w, scores).sum(), use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(inside, (x, w)), want)
+
+
+@COUNTS
+def test_inputs_changed_in_place_raise_in_backward(scores):
+    x, w = inputs()
+    moved = 2 * x
+    value = again(moved, w, scores).sum()
+    moved.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+@COUNTS
+def test_backward_of_what_depends_on_no_input(scores):
+    x, w = inputs()
+    value = recomputed(lambda x, w: w.detach().sum(1) + x.detach().sum(), x, w, scores=scores)
+    for g in torch.autograd.grad(value.sum(), (x, w)):
+        assert not g.any()
 
 
 MODES = {
@@ -61,7 +109,7 @@ def test_func_transforms_of_whole_numbers(mode):
         return plain(x, w).gather(0, at)
 
     def recomputing(x):
-        return recomputed(chosen, torch.arange(3).flip(0) % 2, x, None, w).sum()
+        return recomputed(chosen, torch.arange(3).flip(0) % 2, x, None, w, scores=6).sum()
 
     def directly(x):
         return chosen(torch.arange(3).flip(0) % 2, x, None, w).sum()
@@ -87,11 +135,13 @@ def test_only_inputs_are_kept():
     assert largest_kept(lambda: plain(x, w).sum(), (x, w), 1) >= 64 * 64
     for order in (1, 2):
         assert largest_kept(lambda: again(x, w).sum(), (x, w), order) <= 64 * 2
+    assert largest_kept(lambda: again(x, w, 64 * 64).sum(), (x, w), 1) >= 64 * 64
 
 
-def test_an_input_without_gradient_gets_none():
+@COUNTS
+def test_an_input_without_gradient_gets_none(scores):
     x, w = inputs()
-    again(x, w.detach()).sum().backward()
+    again(x, w.detach(), scores).sum().backward()
     want, x.grad = x.grad, None
     plain(x, w).sum().backward()
     torch.testing.assert_close(want, x.grad)

@@ -12,7 +12,7 @@ from allgrad.losses import (
     reference,
     supcon_loss,
 )
-from allgrad.losses._rows import relations
+from allgrad.losses._rows import recompute, relations
 from exactness import random
 
 COUNTS = (4, 1, 5)
@@ -76,9 +76,10 @@ def test_tiny_loss_keeps_its_digits(rank, world, name):
     loss, formula, tokens = LOSSES[name]
     given = features(torch.float32, tokens)
     rows = slice(sum(COUNTS[:rank]), sum(COUNTS[: rank + 1]))
-    for tile in ((1024, 8192), (2, 3)):
+    for tile, kept in (((1024, 8192), recompute.KEPT_SCORES), ((2, 3), 0)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(relations, "TILE", tile)
+            patch.setattr(recompute, "KEPT_SCORES", kept)
             for tiny in TINY:
                 wide = [x.double().requires_grad_() for x in given]
                 scale = scale_of(formula, *(x.detach() for x in wide), tiny)

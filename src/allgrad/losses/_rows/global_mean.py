@@ -29,6 +29,7 @@ from allgrad.errors import ModeError
 from allgrad.losses._computed_on import computed_on
 from allgrad.losses._pairs.key_blocks import KeyLayout, reduce_sums
 from allgrad.losses._pairs.modes import refuse_batches
+from allgrad.losses._rows.recompute import as_it_is
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:
@@ -107,9 +108,7 @@ class _Mean(torch.autograd.Function):
         how.packing.confirm(received)
         call_order.register(ctx, ctx.call, message)
         inputs = [x.detach().requires_grad_() for x in (received, *own)]
-        # Not by the caller's hooks: a checkpoint would compute its region once more for this graph
-        # (test_a_checkpointed_region_is_computed_twice).
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is):
             sums = how.sums(how.packing.unpack(inputs[0]), *inputs[1:])
         total, weight = all_reduce(sums.detach(), group=how.group, grad="none")
         mean: Tensor = total / weight
@@ -140,10 +139,6 @@ def _changed(name: str) -> ModeError:
         f"{name}: the queue has been modified by an inplace operation since forward, and backward needs it "
         "as it was.\nChange it after backward. KeyQueue.push may come before: it makes new tensors."
     )
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
 
 
 def _in_one_message(  # noqa: PLR0917

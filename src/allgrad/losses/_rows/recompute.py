@@ -1,4 +1,8 @@
-"""Functions whose intermediate tensors are computed again in backward instead of being kept."""
+"""Functions whose intermediate tensors are computed again in backward, unless they are few.
+
+Kept tensors take memory that grows with the scores, and save the time of computing these. Where they
+are few, time is all that counts.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from allgrad._core.torch_internals import functorch_active, never_traced, transform_names
+from allgrad._autograd.transforms import is_plain_autograd
+from allgrad._core.torch_internals import (
+    functorch_active,
+    is_batched_gradient,
+    never_traced,
+    transform_names,
+)
 from allgrad.errors import ModeError
 from allgrad.losses._computed_on import computed_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["recomputed"]
+__all__ = ["KEPT_SCORES", "as_it_is", "recomputed"]
+
+# With some ten tensors of that many numbers, in float32, less than 100 MiB.
+KEPT_SCORES = 1 << 21
 
 
-def recomputed(function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+def recomputed(function: Callable[..., Tensor], *inputs: Tensor | None, scores: int) -> Tensor:
     """``function(*inputs)``, of which only the inputs are kept for backward.
+
+    ``scores`` is how many scores the whole loss has on this rank. If these are few, an eager backward
+    uses the tensors of forward (once; another one computes them again).
 
     Backward is a function of the inputs and the incoming gradient, which is recomputed in the same
     way. So derivatives of any order need the intermediate tensors of one call at a time. The
@@ -32,8 +48,64 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor | None) -> Tenso
             "a loss in chunks: it has no forward mode inside forward mode (jvp of jvp).\n"
             "Take one of the two derivatives with torch.func.grad or vjp."
         )
+    if scores <= KEPT_SCORES and torch.is_grad_enabled() and is_plain_autograd():
+        kept: Tensor = _Kept.apply(function, *inputs)  # type: ignore[no-untyped-call]
+        return kept
     (result,) = _recomputed_tuple(lambda *xs: (function(*xs),), inputs)
     return result
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    """A hook for saved tensors that does nothing, in place of the caller's.
+
+    A checkpoint would compute its region once more for a graph inside a function
+    (test_a_checkpointed_region_is_computed_twice).
+    """
+    return x
+
+
+@never_traced
+class _Kept(torch.autograd.Function):
+    """The function with a graph of its own inside, for one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+        needed = ctx.needs_input_grad[1:]
+        leaves = [
+            x.detach().requires_grad_() if n and x is not None else x
+            for x, n in zip(inputs, needed, strict=True)
+        ]
+        hooks = torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is)
+        with torch.enable_grad(), hooks:
+            result: Tensor = computed_on(_device(inputs), function, *leaves)
+        ctx.function, ctx.kept = function, (result, leaves)
+        ctx.save_for_backward(*inputs)
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, by_result: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        kept, ctx.kept = ctx.kept, None
+        in_modes = torch.is_grad_enabled() or functorch_active() or is_batched_gradient(by_result)
+        if kept is None or in_modes:
+            function = ctx.function
+            return None, *_pulled_back(lambda *xs: (function(*xs),), inputs, needed, [by_result])
+        result, leaves = kept
+        wanted = [x for x, n in zip(leaves, needed, strict=True) if n]
+        found = iter(computed_on(by_result.device, _gradients, result, wanted, by_result))
+        return None, *(next(found) if n else None for n in needed)
+
+
+def _gradients(result: Tensor, wanted: Sequence[Tensor], by_result: Tensor) -> tuple[Tensor, ...]:
+    if not result.requires_grad:
+        return tuple(torch.zeros_like(x) for x in wanted)
+    return torch.autograd.grad(result, wanted, by_result, materialize_grads=True)
+
+
+def _device(inputs: Sequence[Tensor | None]) -> torch.device:
+    first = inputs[0]
+    assert first is not None
+    return first.device
 
 
 def _recomputed_tuple(
@@ -60,16 +132,8 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, function = ctx.saved_tensors, ctx.function
         needed = ctx.needs_input_grad[1:]
-
-        def pulled_back(*tensors: Tensor) -> tuple[Tensor, ...]:
-            xs, cotangents = tensors[: len(inputs)], tensors[len(inputs) :]
-
-            return _vjp(*_by_some(function, xs, needed), cotangents)
-
-        found = iter(_recomputed_tuple(pulled_back, [*inputs, *gradients]))
-        return None, *(next(found) if n else None for n in needed)
+        return None, *_pulled_back(ctx.function, ctx.saved_tensors, needed, gradients)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
@@ -91,6 +155,22 @@ class _Recomputed(torch.autograd.Function):
         mapped = torch.func.vmap(function, in_dims=in_dims[1:], randomness=info.randomness)
         found = _recomputed_tuple(mapped, inputs)
         return found, (0,) * len(found)
+
+
+def _pulled_back(
+    function: Callable[..., tuple[Tensor, ...]],
+    inputs: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    gradients: Sequence[Tensor],
+) -> list[Tensor | None]:
+    """The gradients by the inputs, as a function of these that is recomputed too."""
+
+    def pulled_back(*tensors: Tensor) -> tuple[Tensor, ...]:
+        xs, cotangents = tensors[: len(inputs)], tensors[len(inputs) :]
+        return _vjp(*_by_some(function, xs, needed), cotangents)
+
+    found = iter(_recomputed_tuple(pulled_back, [*inputs, *gradients]))
+    return [next(found) if n else None for n in needed]
 
 
 def _by_some(

@@ -7,7 +7,7 @@ For a chunk of rows and a chunk of columns some numbers are added up for each ro
     sigmoid    -log sigmoid(-score) of negatives   the same of positives, weighted   weight
 
 The numbers of all column chunks are combined, and give the row's loss. The scores of a chunk are
-computed again in backward.
+computed again in backward, unless all of them are few (recompute).
 
 A softmax over positives and negatives has the logsumexp P + log(1 + exp(N - P)), and a row's loss is
 the weighted mean of P - score plus log(1 + exp(N - P)). With one positive the first is exactly zero.
@@ -137,8 +137,9 @@ def row_losses(
     each, which may be empty, so that a rank without rows takes part in backward too.
     """
     losses, weights = [], []
+    scores = _length(rows) * _length(columns)
     for row in rows:
-        parts = [_recomputed_terms(terms, row, column, shared) for column in columns]
+        parts = [_recomputed_terms(terms, row, column, shared, scores) for column in columns]
         numbers = parts[0].unbind() if len(parts) == 1 else _merged(kind, *torch.stack(parts, 1))
         loss, weight = _LOSSES[kind](*numbers)
         losses.append(loss)
@@ -146,8 +147,16 @@ def row_losses(
     return _join(losses), _join(weights) > 0
 
 
+def _length(chunks: Sequence[Chunk[T]]) -> int:
+    return sum(len(chunk.tensors[0]) for chunk in chunks if chunk.tensors[0] is not None)
+
+
 def _recomputed_terms(
-    terms: Callable[..., Tensor], row: Chunk[R], column: Chunk[C], shared: Sequence[Tensor]
+    terms: Callable[..., Tensor],
+    row: Chunk[R],
+    column: Chunk[C],
+    shared: Sequence[Tensor],
+    scores: int,
 ) -> Tensor:
     first, make_row, make_column = len(row.tensors), row.make, column.make
     last = first + len(column.tensors)
@@ -156,7 +165,7 @@ def _recomputed_terms(
         rows, columns = make_row(*tensors[:first]), make_column(*tensors[first:last])
         return terms(rows, columns, *tensors[last:])
 
-    return recomputed(of_tensors, *row.tensors, *column.tensors, *shared)
+    return recomputed(of_tensors, *row.tensors, *column.tensors, *shared, scores=scores)
 
 
 def _merged(kind: Activation, first: Tensor, *others: Tensor) -> Sequence[Tensor]:
