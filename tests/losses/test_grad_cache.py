@@ -204,6 +204,20 @@ def without_graph(how):
     return model, (torch.no_grad if how == "no_grad" else torch.inference_mode)()(model)
 
 
+@pytest.mark.ranks(3)
+def test_a_rank_without_rows_may_return_what_needs_no_gradient(rank, world):
+    model, batches = Towers(), pairs(((0,), (4,), (2, 1))[rank], rank)
+
+    def encode(pair):
+        if len(pair[0]):
+            return model(pair)[:2]
+        return torch.zeros(0, 4, dtype=torch.float64), torch.zeros(0, 4, dtype=torch.float64)
+
+    value = grad_cache_step(encode, batches, partial(clip_loss, scale=3.0), models=model)
+    torch.testing.assert_close(ag.all_gather(value[None]), value.expand(world))
+    assert all((p.grad is None) == (rank == 0) for p in model.image.parameters())
+
+
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode", "detach"])
 @pytest.mark.ranks(2)
 def test_an_encoder_without_a_graph_is_refused(rank, world, how):

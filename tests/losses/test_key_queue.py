@@ -8,7 +8,7 @@ import torch
 
 import allgrad as ag
 from allgrad.errors import InputError, ModeError, PieceMismatch, RankRaised
-from allgrad.losses import KeyQueue, multiple_negatives_loss, supcon_loss
+from allgrad.losses import KeyQueue, key_queue, multiple_negatives_loss, supcon_loss
 from exactness import leaf
 from losses.samples import features
 from refusals import raises_everywhere
@@ -34,6 +34,27 @@ def test_filled_and_dropped_in_rank_order(rank, world):
         assert queue.ids[queue.filled].tolist() == want
     queue.push(torch.zeros(9, 2), torch.zeros(9).long())  # more than fit
     assert not queue.features.any()
+
+
+@pytest.mark.ranks(2)
+def test_a_push_that_fails_changes_nothing(rank, world, monkeypatch):
+    """Interrupted between its two messages, of keys and of ids: these still belong together."""
+    queue = KeyQueue(4, 2, ids=True)
+    queue.push(keys(rank, 1), torch.full((len(keys(rank, 1)),), rank))
+    before = [x.clone() for x in queue.state_dict().values()]
+    gather, calls = key_queue.all_gather, []
+
+    def interrupted(*args, **options):
+        calls.append(gather(*args, **options))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return calls[-1]
+
+    monkeypatch.setattr(key_queue, "all_gather", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        queue.push(keys(rank, 2), torch.full((len(keys(rank, 2)),), rank))
+    for x, y in zip(queue.state_dict().values(), before, strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.ranks(2)

@@ -18,11 +18,22 @@ SCALE = torch.tensor(6.0, dtype=torch.float64)
 HARD = (2, 0, 3, 1)
 
 
-def check(group, kind, symmetric, with_ids=False, queued=True, margin=None, reduction="mean"):
+def check(
+    group,
+    kind,
+    symmetric,
+    with_ids=False,
+    queued=True,
+    margin=None,
+    reduction="mean",
+    with_hard=True,
+    weighted=True,
+):
     rank, world = place(group)
-    counts, hard = COUNTS[kind][:world], HARD[:world]
+    counts, hard = COUNTS[kind][:world], HARD[:world] if with_hard else (0,) * world
     pieces = [features(counts, 10), features(counts, 20), features(hard, 30)]
-    pieces.append([x[:, 0].abs() + 0.1 for x in features(counts, 40)])
+    if weighted:
+        pieces.append([x[:, 0].abs() + 0.1 for x in features(counts, 40)])
     ids, hard_ids = ids_of(counts, 1), ids_of(hard, 2)
     old, old_ids = torch.cat(features((4,), 50)), torch.cat(ids_of((4,), 51))
     queue = None
@@ -33,7 +44,7 @@ def check(group, kind, symmetric, with_ids=False, queued=True, margin=None, redu
     options = {"symmetric": symmetric, "margin": margin}
 
     def run(own, scalars):
-        q, k, h, w = own
+        q, k, h, w = own if weighted else [*own, None]
         named = {"ids": ids[rank], "hard_negative_ids": hard_ids[rank]} if with_ids else {}
         return multiple_negatives_loss(
             *(q, k, *scalars),
@@ -47,7 +58,8 @@ def check(group, kind, symmetric, with_ids=False, queued=True, margin=None, redu
         )
 
     def whole(everyone, scalars):
-        q, k, h, w = (torch.cat(x) for x in everyone)
+        q, k, h, *weights = (torch.cat(x) for x in everyone)
+        w = weights[0] if weighted else None
         negatives = torch.cat([h, old]) if queued else h
         named = {}
         if with_ids:
@@ -67,6 +79,9 @@ def check_all(group):
             check(group, "ragged", symmetric)
             check(group, "ragged", symmetric, queued=False, reduction="sum")
             check(group, "empty", symmetric, with_ids=True, margin=0.1)
+            for with_hard in (False, True):  # pairs alone, as of info_nce_loss or clip_loss
+                check(group, "ragged", symmetric, queued=False, weighted=False, with_hard=with_hard)
+            check(group, "empty", symmetric, queued=False, weighted=False, with_hard=False)
         check(group, "equal", symmetric=True, with_ids=True)
 
 

@@ -165,7 +165,7 @@ def test_gradients_of_chunks_are_added_in_float32():
     wanted = [leaf(x.double()) for x in given]
     reference.supcon(*wanted, SCALE, ids, ids).backward()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relations, "TILE", (2, 2))
+        patch.setattr(relations, "TILE", (4, 4))
         own = [leaf(x) for x in given]
         supcon_loss(*own, SCALE, ids, ids).backward()
     for x, want in zip(own, wanted, strict=True):

@@ -121,7 +121,8 @@ def grad_cache_step(
                 else:
                     found = parameters.complete(again.tensors, gradients[last])
                     again.backward(found, parameters.zeros())
-    if not is_trained:
+    # A rank of which all micro-batches are empty may encode them as it likes.
+    if not is_trained and any(joined.rows()):
         rule = "no output of encode requires grad, and the loss depends on nothing else that does."
         _refuse(
             rule, "Let encode keep its graph: without no_grad, inference_mode and detach.", group

@@ -183,10 +183,14 @@ class KeyQueue(HoldsGroup, _Queued, nn.Module):
         agreed = agree("KeyQueue.push", {"key": key, "ids": ids}, check, self.group)
         sizes = agreed.column(0)
         new = all_gather(key.detach(), sizes=sizes, group=self.group, grad="none")
-        # A tensor of its own: a graph that still uses the earlier one must not see it change.
-        self.features = torch.cat([self.features, new.to(self.features)])[-self.capacity :].clone()
-        if self.ids is not None:
-            assert ids is not None
-            found = all_gather(ids.long(), sizes=sizes, group=self.group, grad="none")
-            self.ids = torch.cat([self.ids, found])[-self.capacity :].clone()
-        self.count = (self.count + len(new)).clamp(max=self.capacity)
+        new_ids = None
+        if ids is not None:
+            new_ids = all_gather(ids.long(), sizes=sizes, group=self.group, grad="none")
+        # Tensors of their own: a graph that still uses the earlier ones must not see them change.
+        features = torch.cat([self.features, new.to(self.features)])[-self.capacity :].clone()
+        if self.ids is not None and new_ids is not None:
+            new_ids = torch.cat([self.ids, new_ids])[-self.capacity :].clone()
+        count = (self.count + len(new)).clamp(max=self.capacity)
+        # All or none: after a message that failed, or an interrupt, ids must be those of their keys
+        # (test_a_push_that_fails_changes_nothing).
+        self.features, self.ids, self.count = features, new_ids, count

@@ -163,7 +163,13 @@ def maxsim_loss(
         if symmetric:
             parts += [Part(q.tokens, query_tokens), _lengths(q, pairs)]
 
-        def sums(joined: list[Tensor], q: Tensor, d: Tensor, factor: Tensor) -> Tensor:
+        def sums(
+            joined: list[Tensor],
+            constants: Sequence[Tensor],  # noqa: ARG001  none
+            q: Tensor,
+            d: Tensor,
+            factor: Tensor,
+        ) -> Tensor:
             documents = _Samples(joined[0], joined[1].tolist())
             queries = _Samples(q, query_lengths, first)
             losses, counted = _direction(queries, documents, factor, queries_are_rows=True)

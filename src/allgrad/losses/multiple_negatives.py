@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
+from allgrad._autograd.transforms import is_plain_autograd
 from allgrad.errors import InputError, PieceMismatch
 from allgrad.losses._arguments.agreement import CallSpec, agree_and, require
 from allgrad.losses._arguments.feature_checks import (
@@ -23,12 +25,16 @@ from allgrad.losses._arguments.packed import Packing, Part
 from allgrad.losses._arguments.same_numbers import compared_numbers
 from allgrad.losses._computed_on import computed_on
 from allgrad.losses._graphs.in_graphs import in_graphs
+from allgrad.losses._kind import LossKind
+from allgrad.losses._pairs.agreed_loss import agreed_loss
 from allgrad.losses._rows.global_mean import GlobalMean
-from allgrad.losses._rows.relations import Keys, Queries, Relation, score_rows, tensors_of
+from allgrad.losses._rows.relations import Keys, Queries, Relation, score_rows, taken_apart
 from allgrad.losses._rows.row_losses import weighted_sums
 from allgrad.losses.key_queue import check_queue, queued_keys
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from allgrad.losses._arguments.agreement import Agreement
     from allgrad.losses._pairs.global_loss import GradReduction
     from allgrad.losses.key_queue import KeyQueue
@@ -112,48 +118,82 @@ def multiple_negatives_loss(
             raise InputError(
                 "multiple_negatives_loss: no rank has a pair.\nGive at least one rank a pair."
             )
-        relation = Relation(by_ids=False, margin=cast("float | None", plain_number(margin)))
         keys = tuple(a + b for a, b in agreed.counts)
-        parts = [Part(_candidates(key, hard_negatives), keys)]
+        candidates = _candidates(key, hard_negatives)
+        is_plain = ids is None and weights is None and margin is None and queue is None
+        if is_plain and not (symmetric and keys != pairs) and is_plain_autograd():
+            kind = LossKind.SOFTMAX_BOTH if symmetric else LossKind.SOFTMAX_ROWS
+            return agreed_loss(
+                name,
+                kind,
+                agreed,
+                pairs=pairs,
+                keys=keys,
+                query=query,
+                key=candidates,
+                scale=number(scale),
+                grad_reduction=grad_reduction,
+                group=group,
+            )
+        parts, own_ids = [Part(candidates, keys)], []
         if ids is not None:
             parts.append(Part(_candidates(ids, hard_negative_ids).long(), keys))
+            own_ids.append(ids.long().clone())
         if symmetric:
             parts.append(Part(query, pairs))
-            if ids is not None:
-                parts.append(Part(ids.long(), pairs))
+            parts += [Part(x, pairs) for x in own_ids]
+        relation = Relation(by_ids=False, margin=cast("float | None", plain_number(margin)))
+        queued, columns_of = taken_apart(queued_keys(queue, sum(keys), query))
+        sizes = (keys, pairs) if symmetric else (keys,)
+        sums = _sums(agreed.rank, relation, sizes, columns_of, with_ids=ids is not None)
+        mean = GlobalMean(name, agreed.rank, Packing(parts, agreed), sums, grad_reduction, group)
+        more = () if weights is None else (weights,)
         # As they are now: backward computes with them again.
-        own_ids = None if ids is None else ids.long().clone()
-        earlier = queued_keys(queue, sum(keys), query)
-
-        def direction(
-            rows: Tensor, joined: list[Tensor], sizes: tuple[int, ...], factor: Tensor, old: bool
-        ) -> tuple[Tensor, Tensor]:
-            """The loss of each row, whose own column is its rank's first candidate and so on."""
-            columns, *column_ids = joined
-            first = sum(sizes[: agreed.rank])
-            own = torch.arange(first, first + len(rows), device=rows.device)
-            new = Keys(columns, column_ids[0] if column_ids else None)
-            blocks = [new, *earlier] if old else [new]
-            queries = Queries(rows, own_ids, own)
-            return score_rows("pairs", relation, queries, blocks, factor)
-
-        def sums(
-            joined: list[Tensor], query: Tensor, key: Tensor, factor: Tensor, *weights: Tensor
-        ) -> Tensor:
-            each = len(joined) // 2 if symmetric else len(joined)
-            losses, counted = direction(query, joined[:each], keys, factor, old=True)
-            if symmetric:
-                back, _ = direction(key, joined[each:], pairs, factor, old=False)
-                losses = (losses + back) / 2
-            return weighted_sums(losses, counted, weights[0] if weights else None)
-
-        packing, old = Packing(parts, agreed), tensors_of(earlier)
-        mean = GlobalMean(name, agreed.rank, packing, sums, grad_reduction, group, old)
-        return mean(query, key, number(scale), *(() if weights is None else (weights,)))
+        return mean(query, key, number(scale), *more, constants=[*own_ids, *queued])
 
     name = "multiple_negatives_loss"
     shown = {**features, **all_ids, "scale": scale, "queue": queue}
     return agree_and(name, shown, check, group, compute)
+
+
+def _sums(
+    rank: int,
+    relation: Relation,
+    sizes: tuple[tuple[int, ...], ...],
+    columns_of: Callable[[Sequence[Tensor]], list[Keys]],
+    *,
+    with_ids: bool,
+) -> Callable[..., Tensor]:
+    """What the mean is made of; ``sizes`` are the columns of the ranks in each direction."""
+
+    def direction(
+        rows: Queries, sizes: tuple[int, ...], joined: list[Tensor], old: list[Keys], scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of each row, whose own column is its rank's first candidate and so on."""
+        columns, *column_ids = joined
+        first = sum(sizes[:rank])
+        own = torch.arange(first, first + len(rows.features), device=columns.device)
+        new = Keys(columns, column_ids[0] if column_ids else None)
+        return score_rows("pairs", relation, replace(rows, own=own), [new, *old], scale)
+
+    def sums(
+        joined: list[Tensor],
+        constants: Sequence[Tensor],
+        query: Tensor,
+        key: Tensor,
+        scale: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        ids, old = (constants[0], constants[1:]) if with_ids else (None, constants)
+        each, rows = len(joined) // len(sizes), Queries(query, ids, None)
+        losses, counted = direction(rows, sizes[0], joined[:each], columns_of(old), scale)
+        if len(sizes) > 1:
+            rows = Queries(key, ids, None)
+            back, _ = direction(rows, sizes[1], joined[each:], [], scale)
+            losses = (losses + back) / 2
+        return weighted_sums(losses, counted, weights[0] if weights else None)
+
+    return sums
 
 
 def _in_rows(negatives: Tensor | None, ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

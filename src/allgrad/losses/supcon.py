@@ -23,11 +23,13 @@ from allgrad.losses._arguments.packed import Packing, Part
 from allgrad.losses._arguments.same_numbers import compared_numbers
 from allgrad.losses._graphs.in_graphs import in_graphs
 from allgrad.losses._rows.global_mean import GlobalMean
-from allgrad.losses._rows.relations import Keys, Queries, Relation, score_rows, tensors_of
+from allgrad.losses._rows.relations import Keys, Queries, Relation, score_rows, taken_apart
 from allgrad.losses._rows.row_losses import weighted_sums
 from allgrad.losses.key_queue import check_queue, queued_keys
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from allgrad.losses._arguments.agreement import Agreement
@@ -208,25 +210,28 @@ def _several_positives(  # noqa: PLR0917
         own = torch.arange(first, first + len(query), device=query.device)
         # As they are now: backward computes with them again.
         own_ids = query_ids.long().clone()
-        earlier = queued_keys(queue, sum(sizes), query)
+        queued, columns_of = taken_apart(queued_keys(queue, sum(sizes), query))
+        dtype, is_own = key.dtype, own if relation.exclude_self else None
 
-        margin = cast("float | None", plain_number(relation.margin))
+        margin, count = cast("float | None", plain_number(relation.margin)), len(numbers)
         applied = replace(relation, margin=margin)
 
-        def sums(joined: list[Tensor], query: Tensor, *others: Tensor) -> Tensor:
+        def sums(
+            joined: list[Tensor], constants: Sequence[Tensor], query: Tensor, *others: Tensor
+        ) -> Tensor:
             keys, ids, *weights = joined
-            rows = Queries(query, own_ids, own if relation.exclude_self else None)
-            new = Keys(keys.to(key.dtype), ids, weights[0] if weights else None)
-            columns = [new, *earlier]
-            scalars, its_weights = others[: len(numbers)], others[len(numbers) :]
+            rows = Queries(query, constants[0], is_own)
+            new = Keys(keys.to(dtype), ids, weights[0] if weights else None)
+            columns = [new, *columns_of(constants[1:])]
+            scalars, its_weights = others[:count], others[count:]
             losses, has_positive = score_rows(kind, applied, rows, columns, *scalars)
             counted = has_positive if kind == "softmax" else torch.ones_like(has_positive)
             return weighted_sums(losses, counted, its_weights[0] if its_weights else None)
 
-        packing, old = Packing(parts, agreed), tensors_of(earlier)
-        mean = GlobalMean(name, agreed.rank, packing, sums, grad_reduction, group, old)
+        mean = GlobalMean(name, agreed.rank, Packing(parts, agreed), sums, grad_reduction, group)
         more = () if query_weights is None else (query_weights,)
-        return mean(query, *map(number, numbers.values()), *more)
+        constants = [own_ids, *queued]
+        return mean(query, *map(number, numbers.values()), *more, constants=constants)
 
     shown = {**features, **ids, **weights, **numbers, "queue": queue}
     return agree_and(name, shown, check, group, compute)

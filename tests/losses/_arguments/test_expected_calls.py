@@ -38,17 +38,21 @@ PAIRED = {
     "siglip": lambda q, k, scale: siglip_loss(q, k, scale, -scale),
     "info_nce": info_nce_loss,
     "hard negatives": lambda q, k, scale: info_nce_loss(q, k, scale, k[:1].detach()),
+    "multiple negatives": multiple_negatives_loss,
+    "both ways": partial(multiple_negatives_loss, symmetric=True),
 }
 FORMULAS = {
     "clip": reference.clip,
     "siglip": lambda q, k, scale: reference.siglip(q, k, scale, -scale),
     "info_nce": reference.info_nce,
+    "multiple negatives": reference.info_nce,
+    "both ways": reference.clip,
 }
 LOSSES = {
     "supcon": lambda q, k, ids: supcon_loss(q, k, SCALE, ids, ids),
     "sigmoid": lambda q, k, ids: sigmoid_supcon_loss(q, k, SCALE, ids, ids),
-    "negatives": lambda q, k, _: multiple_negatives_loss(q, k, SCALE),
-    "both ways": lambda q, k, _: multiple_negatives_loss(q, k, SCALE, symmetric=True),
+    "negatives": lambda q, k, ids: multiple_negatives_loss(q, k, SCALE, ids=ids),
+    "both ways": lambda q, k, ids: multiple_negatives_loss(q, k, SCALE, ids=ids, symmetric=True),
     "maxsim": lambda q, k, _: maxsim_loss(q[:, None], k[:, None], SCALE),
 }
 
@@ -89,6 +93,7 @@ def test_a_step_of_clip_and_its_like_makes_a_call_less_in_a_loop(rank, world, sm
             made = [messages(lambda: loss(query, key, x).backward()) for x in scales]  # noqa: B023
             least = 2 if small and name != "hard negatives" else 3
             assert made[1:] == [least + 1, least + 1, least, least], (name, kind, made)
+    loss = PAIRED["hard negatives"]
     with torch.no_grad():
         found = [messages(lambda: loss(query, key, 2.0)) for _ in range(5)]
     assert found[1:] == [3, 3, 2, 2], found
@@ -255,7 +260,7 @@ def test_a_rank_that_fails_alone_expects_what_the_others_do(rank, world):
     query, key, ids = inputs(2, rank)
     steps = (
         partial(supcon_loss, query, key, SCALE, ids, ids),
-        partial(multiple_negatives_loss, query, key, SCALE),
+        partial(multiple_negatives_loss, query, key, SCALE, margin=0.1),
     )
     want = [[step() for step in steps] for _ in range(5)][-1]
 

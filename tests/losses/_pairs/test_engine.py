@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import normalize
 
 import allgrad as ag
 from allgrad._wire import algorithms
@@ -308,6 +309,26 @@ def test_large_scores_keep_their_digits(rank, world, small):
         for x, y in zip(given[:2], wanted[:2], strict=True):
             part = y.grad.split(counts)[rank]
             assert (x.grad - part).norm() < 5e-5 * part.norm(), name
+
+
+@pytest.mark.ranks(2)
+def test_the_value_has_the_same_bits_with_any_number_of_threads(rank, world):
+    """A batch that every rank computes whole, of more scores than torch adds up in one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 + rank)
+    try:
+        values = []
+        for seed in range(12):
+            q, k = (
+                normalize(random((100, 64), 10 * seed + 2 * rank + i), dim=1).float()
+                for i in range(2)
+            )
+            every = (clip_loss, info_nce_loss, siglip_loss)
+            values += [loss(q, k, 9.0, sizes="equal").detach() for loss in every]
+    finally:
+        torch.set_num_threads(threads)
+    of_ranks = ag.all_gather(torch.stack(values)[None])
+    assert torch.equal(of_ranks, of_ranks[:1].expand(world, -1))
 
 
 @pytest.mark.parametrize("counts", [(40, 40, 40), (50, 2, 61)])

@@ -51,26 +51,39 @@ def _add_product(into, a, b, store_scale):
     into.addmm_(a.float(), b.float(), alpha=1 / store_scale)
 
 
-@pytest.fixture(autouse=True)
-def without_a_device(monkeypatch):
+def _array(dtype, address):
+    """The numbers from an address on, as Triton's interpreter sees a tensor."""
+    if not address:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
+
+
+def interpret(patch):
+    """Replace what only a device has, and make tiles and panels small."""
     for name in ("float32_configs", "sums_config", "softmax_config", "sigmoid_config"):
         small = TileConfig(32, 32, 16, 4, 2)
-        monkeypatch.setattr(TritonTiles, name, (small, small) if name[0] == "f" else small)
+        patch.setattr(TritonTiles, name, (small, small) if name[0] == "f" else small)
     # Panels whose edges are not those of tiles.
-    monkeypatch.setattr(TritonTiles, "panel", 40)
-    monkeypatch.setattr(TritonTiles, "sums_panel", 56)
-    monkeypatch.setattr(triton_tiles, "_PANEL_COLUMNS", {2**25: 72})
-    monkeypatch.setattr(triton_tiles, "_SAFE_PROGRAMS", 3)
-    monkeypatch.setattr(triton_tiles, "_add_product", _add_product)
-    monkeypatch.setattr(kernels, "_reciprocal", _reciprocal)
-    monkeypatch.setattr(fused_kernels, "_fast_reciprocal", _reciprocal)
-    monkeypatch.setattr(fused_kernels, "_fast_log2", _log2)
+    patch.setattr(TritonTiles, "panel", 40)
+    patch.setattr(TritonTiles, "sums_panel", 56)
+    patch.setattr(triton_tiles, "_PANEL_COLUMNS", {2**25: 72})
+    patch.setattr(triton_tiles, "_SAFE_PROGRAMS", 3)
+    patch.setattr(triton_tiles, "_add_product", _add_product)
+    patch.setattr(kernels, "_reciprocal", _reciprocal)
+    patch.setattr(fused_kernels, "_fast_reciprocal", _reciprocal)
+    patch.setattr(fused_kernels, "_fast_log2", _log2)
     for module in (fused, one_rank):
         for name, small in (("LSE_TILE", (16, 32)), ("TILE", (16, 32)), ("TERMS", (2, 16, 16))):
-            monkeypatch.setattr(module, name, small)
-        monkeypatch.setattr(module, "dot_products", _product)
-        monkeypatch.setattr(module, "score_products", lambda q, k: _product(q, k.T))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+            patch.setattr(module, name, small)
+        patch.setattr(module, "dot_products", _product)
+        patch.setattr(module, "score_products", lambda q, k: _product(q, k.T))
+    patch.setattr(launches, "_Array", _array)
+    patch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=0))
+
+
+@pytest.fixture(autouse=True)
+def without_a_device(monkeypatch):
+    interpret(monkeypatch)
 
 
 def features(rows, columns, width, dtype, first_pair=0, length=1.0):
@@ -240,13 +253,6 @@ FORMULAS = {
 }
 
 
-def _array(dtype, address):
-    """The numbers from an address on, as Triton's interpreter sees a tensor."""
-    if not address:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
-
-
 ALONE = {
     "clip": (LossKind.SOFTMAX_BOTH, None, 0.0),
     "clip, smoothed": (LossKind.SOFTMAX_BOTH, None, 0.1),
@@ -260,9 +266,8 @@ ALONE = {
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("pairs", [1, 150])
 @pytest.mark.parametrize("name", ALONE)
-def test_one_rank_alone(name, pairs, dtype, monkeypatch):
+def test_one_rank_alone(name, pairs, dtype):
     kind, bias, smoothing = ALONE[name]
-    monkeypatch.setattr(launches, "_Array", _array)
     q, k = features(pairs, pairs, 19, dtype)
     scale, by_loss = torch.tensor(SCALE), torch.tensor(1.7)
     offset = None if bias is None else torch.tensor(bias)
@@ -295,8 +300,7 @@ def test_one_rank_alone(name, pairs, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("bias", [BIAS, None])
-def test_inputs_of_a_captured_step(bias, monkeypatch):
-    monkeypatch.setattr(launches, "_Array", _array)
+def test_inputs_of_a_captured_step(bias):
     q, k = features(70, 70, 19, torch.bfloat16)
     given = [q, k, torch.tensor(SCALE), None if bias is None else torch.tensor(bias)]
     copies = [None if x is None else torch.zeros_like(x) for x in given]

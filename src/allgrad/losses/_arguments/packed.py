@@ -11,7 +11,7 @@ gradient is zero.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +67,11 @@ class Part:
     is_plain: bool = False  # below every transform, so that the joined one can be read
 
 
+class _JoinedSpec(NamedTuple):
+    shape: tuple[int, ...]
+    is_floating: bool
+
+
 class Packing:
     """The layout of one message: a vector of one dtype for each rank.
 
@@ -76,6 +81,10 @@ class Packing:
     def __init__(self, parts: Sequence[Part], agreed: Agreement) -> None:
         """A message of these parts, and of this rank's row of the agreement if it has one."""
         self.parts, self.dtype, self.agreed = parts, parts[0].own.dtype, agreed
+        self.specs = [
+            _JoinedSpec((sum(part.rows), *part.own.shape[1:]), part.own.is_floating_point())
+            for part in parts
+        ]
         self.per_row = [self._elements_per_row(part.own) for part in parts]
         by_rank = zip(*(part.rows for part in parts), strict=True)
         self.counts = [
@@ -96,8 +105,12 @@ class Packing:
         return width if x.is_floating_point() else width * (8 // self.dtype.itemsize)
 
     def pack(self) -> Tensor:
-        """The parts of this rank; floating-point ones are differentiable."""
+        """The parts of this rank; floating-point ones are differentiable. Once: they are let go of.
+
+        A loss that somebody keeps after backward would keep them too (test_nothing_is_kept_after_backward).
+        """
         flat = [part.own.reshape(-1) for part in self.parts]
+        self.parts = ()
         if not any(map(len, flat)):
             # Torch cuts the graph of the gradient behind a cat of nothing, and this rank would not
             # take part in the second derivative (the kind "empty" of the tests).
@@ -149,9 +162,9 @@ class Packing:
             for message, counts in zip(received.split(self.sizes), self.counts, strict=True)
         ]
         found = []
-        for number, part in enumerate(self.parts):
+        for number, spec in enumerate(self.specs):
             joined = torch.cat([piece[number] for piece in pieces])
-            if not part.own.is_floating_point():
+            if not spec.is_floating:
                 joined = joined.detach().view(torch.int64)
-            found.append(joined.reshape(sum(part.rows), *part.own.shape[1:]))
+            found.append(joined.reshape(spec.shape))
         return found

@@ -142,8 +142,8 @@ _SELECTIVE = "selective activation checkpoint"  # what torch's errors of it say
 def _saved_in_place(name: str) -> ModeError:
     return ModeError(
         f"{name}: selective activation checkpointing saved a tensor that the loss changes in place, such as "
-        "that of mm.out.\nLet the policy save ops that make a new tensor (torch.ops.aten.mm.default), or "
-        "leave the loss out of the region."
+        "that of mm.out.\nLet the policy save matrix products alone (torch.ops.aten.mm.default, addmm, bmm), or leave the "
+        "loss out of the region."
     )
 
 

@@ -123,6 +123,8 @@ def first_gradients(
     config: LossConfig, x: Inputs, by_loss: Tensor, kept: Kept, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """The gradients by queries, keys, scale and bias of all ranks' weights times the loss."""
+    if not config.needs_grad:  # of any rank
+        return (None,) * 4
     dtype = x.q.dtype
     if kept.products is not None:
         return one_rank_kernels().gradients(config.kind, *x, by_loss, kept.products)  # type: ignore[no-any-return]

@@ -115,9 +115,12 @@ class ScorePass:
         return columns.loss * config.mean_factor, Sums(row_lse, columns.lse, pair_weights)
 
     def _mean_of_ranks(self, loss: Tensor) -> Tensor:
-        if self.config.layout.world > 1:
-            loss = all_reduce(loss, group=self.config.layout.group, grad="none")
-        return loss * self.config.mean_factor
+        loss = loss * self.config.mean_factor
+        if self.config.layout.world == 1:
+            return loss
+        # Of all ranks' means: a rank without queries is here, and the others may be in FusedPass
+        # (test_ranks_of_which_one_is_empty).
+        return all_reduce(loss, group=self.config.layout.group, grad="none")
 
     def gradients(
         self,

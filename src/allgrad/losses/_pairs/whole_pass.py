@@ -96,7 +96,8 @@ def _sigmoid(scores: Tensor, bias: Tensor | None, needs_grad: bool) -> tuple[Ten
     if bias is not None:
         scores.add_(bias)
     scores.diagonal().neg_()
-    loss = softplus(scores).sum()
+    # Not one sum: torch splits a long one by threads, which ranks may have different numbers of.
+    loss = softplus(scores).sum(1).sum()
     if not needs_grad:
         return loss, None
     by_score = scores.sigmoid_()

@@ -12,6 +12,7 @@ steps one by one, in more messages.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,7 +34,7 @@ from allgrad.losses._rows.recompute import as_it_is
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -48,9 +49,9 @@ __all__ = ["GlobalMean"]
 class GlobalMean:
     """How the mean is computed.
 
-    ``sums(joined parts, *own)`` gives two numbers of this rank: the weighted sum of its terms, and
-    the sum of their weights. ``constants`` are tensors of others that it uses beside these: backward
-    computes with them again, and raises if they were changed in place.
+    ``sums(joined parts, constants, *own)`` gives two numbers of this rank: the weighted sum of its terms,
+    and the sum of their weights. It holds no tensor itself: a loss that somebody keeps after backward
+    would keep it too (test_nothing_is_kept_after_backward).
     """
 
     name: str
@@ -59,38 +60,42 @@ class GlobalMean:
     sums: Callable[..., Tensor]
     grad_reduction: GradReduction
     group: GroupLike
-    constants: Sequence[Tensor] = ()
 
-    def versions(self) -> list[int]:
-        return [version_of(x) for x in self.constants]
+    def __call__(self, *own: Tensor, constants: Sequence[Tensor] = ()) -> Tensor:
+        """The mean of all ranks, on every rank; ``own`` are tensors that stay on this rank.
 
-    def __call__(self, *own: Tensor) -> Tensor:
-        """The mean of all ranks, on every rank; ``own`` are tensors that stay on this rank."""
-        return computed_on(own[0].device, self._compute, *own)  # type: ignore[no-any-return]
+        ``constants`` are tensors without a gradient, which others may change: backward computes with them
+        again, and raises if they were changed in place.
+        """
+        return computed_on(own[0].device, self._compute, own, constants)  # type: ignore[no-any-return]
 
-    def _compute(self, *own: Tensor) -> Tensor:
+    def _compute(self, own: Sequence[Tensor], constants: Sequence[Tensor]) -> Tensor:
         if not is_plain_autograd() or len(self.packing.sizes) == 1:
-            return self._mean(self.packing.gather_apart(self.group), *own)
+            return self._mean(self.packing.gather_apart(self.group), own, constants)
         message = self.packing.pack()
         if in_lockstep() or not torch.is_grad_enabled():
-            return self.step_by_step(message, *own)
+            return self.step_by_step(message, own, constants)
         if started_calls.STATE.count:
             started_calls.finish(find_group(self.name, self.group))
-        mean: Tensor = _Mean.apply(self, ANCHOR, message, *own)  # type: ignore[no-untyped-call]
+        mean: Tensor = _Mean.apply(self, ANCHOR, len(own), message, *own, *constants)  # type: ignore[no-untyped-call]
         if call_order.STATE.gated:
             (mean,) = call_order.gate((mean,))
         return mean
 
-    def step_by_step(self, message: Tensor, *own: Tensor) -> Tensor:
+    def step_by_step(
+        self, message: Tensor, own: Sequence[Tensor], constants: Sequence[Tensor]
+    ) -> Tensor:
         """The mean, of which autograd sees every step."""
         received = all_gather(
             self.packing.with_row(message), sizes=self.packing.sizes, group=self.group
         )
         self.packing.confirm(received)
-        return self._mean(self.packing.unpack(received), *own)
+        return self._mean(self.packing.unpack(received), own, constants)
 
-    def _mean(self, joined: list[Tensor], *own: Tensor) -> Tensor:
-        sums = self.sums(joined, *own)
+    def _mean(
+        self, joined: list[Tensor], own: Sequence[Tensor], constants: Sequence[Tensor]
+    ) -> Tensor:
+        sums = self.sums(joined, constants, *own)
         grad: Literal["sum", "same"] = "sum" if self.grad_reduction == "mean" else "same"
         total, weight = all_reduce(sums, group=self.group, grad=grad)
         mean: Tensor = total / weight
@@ -101,37 +106,57 @@ class GlobalMean:
 @call_order.ordered
 class _Mean(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, how: GlobalMean, anchor: Tensor, message: Tensor, *own: Tensor) -> Tensor:  # noqa: ARG004
-        ctx.how, ctx.call, ctx.versions = how, wire.resolve(how.name, how.group), how.versions()
+    def forward(
+        ctx: Any,
+        how: GlobalMean,
+        anchor: Tensor,  # noqa: ARG004
+        count: int,
+        message: Tensor,
+        *tensors: Tensor,
+    ) -> Tensor:
+        own, constants = tensors[:count], tensors[count:]
+        ctx.how, ctx.call, ctx.count = how, wire.resolve(how.name, how.group), count
+        ctx.versions = [(weakref.ref(x), version_of(x)) for x in constants]
         sent = how.packing.with_row(message)
         received = all_gather(sent, sizes=how.packing.sizes, group=how.group, grad="none")
         how.packing.confirm(received)
         call_order.register(ctx, ctx.call, message)
         inputs = [x.detach().requires_grad_() for x in (received, *own)]
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is):
-            sums = how.sums(how.packing.unpack(inputs[0]), *inputs[1:])
+            sums = how.sums(how.packing.unpack(inputs[0]), constants, *inputs[1:])
         total, weight = all_reduce(sums.detach(), group=how.group, grad="none")
         mean: Tensor = total / weight
         ctx.kept = sums, inputs, torch.stack([1 / weight, -mean / weight])
-        ctx.save_for_backward(message, *own)
+        ctx.save_for_backward(message, *tensors)
         return mean
 
     @staticmethod
     def backward(ctx: Any, by_mean: Tensor) -> tuple[Tensor | None, ...]:
         call_order.check(ctx, ctx.call)
         refuse_batches(ctx.how.name, by_mean)
-        if ctx.versions != ctx.how.versions():
+        # Before they are asked for: torch would raise on this rank alone.
+        if any(x is not None and version_of(x) != version for x, version in _alive(ctx.versions)):
             refuse(ctx.call, _changed(ctx.how.name))
-        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        saved = ctx.saved_tensors  # once: a checkpoint gives them once
+        own, constants = saved[: 1 + ctx.count], saved[1 + ctx.count :]
+        needed = ctx.needs_input_grad[3 : 4 + ctx.count]
+        none = (None,) * len(constants)
         kept, ctx.kept = ctx.kept, None
         if torch.is_grad_enabled() or kept is None:  # create_graph=True, or a graph kept for more
-            found = computed_on(by_mean.device, _in_steps, ctx.how, saved, needed, by_mean)
-            return None, anchor_gradient(ctx), *found
+            found = computed_on(by_mean.device, _in_steps, ctx.how, own, constants, needed, by_mean)
+            return None, anchor_gradient(ctx), None, *found, *none
         sums, inputs, factors = kept
         given = ctx.how, sums, inputs, factors, needed, by_mean
-        own, *others = computed_on(by_mean.device, _in_one_message, *given)
-        own = own[: len(saved[0])]  # without the row of the agreement
-        return None, anchor_gradient(ctx), own, *others
+        by_message, *others = computed_on(by_mean.device, _in_one_message, *given)
+        by_message = by_message[: len(own[0])]  # without the row of the agreement
+        return None, anchor_gradient(ctx), None, by_message, *others, *none
+
+
+def _alive(
+    versions: Sequence[tuple[weakref.ref[Tensor], int]],
+) -> Iterator[tuple[Tensor | None, int]]:
+    """What nobody holds any more nobody has changed."""
+    return ((x(), version) for x, version in versions)
 
 
 def _changed(name: str) -> ModeError:
@@ -157,8 +182,9 @@ def _in_one_message(  # noqa: PLR0917
     by_received, *others = (_wide(x) / own_weight.to(x.device) for x in found)
     sizes = how.packing.sizes
     if how.grad_reduction == "sum":
-        sent, total = (by_received * by_mean).to(found[0].dtype), by_mean
-        own = reduce_scatter(sent, sizes=sizes, group=how.group, grad="none")
+        sent, total = by_received * by_mean, by_mean
+        rows = reduce_scatter(sent, sizes=sizes, group=how.group, grad="none")
+        own = rows.to(found[0].dtype)
     else:
         layout, term = KeyLayout(how.rank, sizes, how.group), by_mean.to(by_received.dtype)
         rows, summed = reduce_sums(layout, by_received.unsqueeze(1), term)
@@ -175,13 +201,17 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _in_steps(
-    how: GlobalMean, saved: Sequence[Tensor], needed: Sequence[bool], by_mean: Tensor
+    how: GlobalMean,
+    saved: Sequence[Tensor],
+    constants: Sequence[Tensor],
+    needed: Sequence[bool],
+    by_mean: Tensor,
 ) -> list[Tensor | None]:
     """The gradients, which can be differentiated again; every rank takes part in each call."""
     graph = torch.is_grad_enabled()
     with torch.enable_grad():
         inputs = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in saved]
-        mean = how.step_by_step(*inputs)
+        mean = how.step_by_step(inputs[0], inputs[1:], constants)
         found = torch.autograd.grad(
             mean, inputs, by_mean, create_graph=graph, materialize_grads=True
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -13,11 +13,11 @@ from allgrad.losses._rows.row_losses import Chunk, parts_of, row_losses, terms_o
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from allgrad.losses._rows.row_losses import Activation
 
-__all__ = ["Keys", "Queries", "Relation", "score_rows", "tensors_of"]
+__all__ = ["Keys", "Queries", "Relation", "score_rows", "taken_apart"]
 
 TILE = (1024, 8192)  # rows and columns of the scores that exist at a time
 
@@ -57,9 +57,24 @@ class Keys:
         return made
 
 
-def tensors_of(columns: Sequence[Keys]) -> list[Tensor]:
-    every = [x for keys in columns for x in (keys.features, keys.ids, keys.weights, keys.filled)]
-    return [x for x in every if x is not None]
+def taken_apart(
+    columns: Sequence[Keys],
+) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], list[Keys]]]:
+    """The tensors of some columns, and what puts them together again, which holds none of them."""
+    fields = "features", "ids", "weights", "filled"
+    held = [{name: getattr(keys, name) for name in fields} for keys in columns]
+    given = [[name for name in fields if one[name] is not None] for one in held]
+    firsts = [keys.first for keys in columns]
+
+    def put_together(tensors: Sequence[Tensor]) -> list[Keys]:
+        rest, none = iter(tensors), dict.fromkeys(fields)
+        return [
+            Keys(**cast("Any", none | {name: next(rest) for name in names}), first=first)
+            for names, first in zip(given, firsts, strict=True)
+        ]
+
+    tensors = [one[name] for one, names in zip(held, given, strict=True) for name in names]
+    return tensors, put_together
 
 
 @dataclass(frozen=True, slots=True)

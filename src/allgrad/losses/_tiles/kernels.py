@@ -48,6 +48,11 @@ def _products(
 
 
 @triton.jit
+def _far(index, length):
+    return tl.cast(index, tl.int64) * length
+
+
+@triton.jit
 def _has_pairs(pid_m, pid_n, first_pair, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     start = first_pair + pid_m * BLOCK_M - pid_n * BLOCK_N
     return (start < BLOCK_N) & (start + BLOCK_M > 0)
@@ -66,11 +71,13 @@ def _sums(
     tile = tl.exp2(tile * tl.load(scalars) + shift[None, :])
     if HAS_PAIRS:
         tile = tl.where((offs_m + first_pair)[:, None] == offs_n[None, :], 0.0, tile)
-    tl.store(row_parts + pid_n * rows + offs_m, tl.sum(tile, 1), mask=offs_m < rows)
+    # Beside 2^24 keys and more, parts are further apart than an int32 can tell.
+    row_parts, column_parts = row_parts + _far(pid_n, rows), column_parts + _far(pid_m, columns)
+    tl.store(row_parts + offs_m, tl.sum(tile, 1), mask=offs_m < rows)
     if HAS_COLUMNS:
         if pid_m * BLOCK_M + BLOCK_M > rows:
             tile = tl.where((offs_m < rows)[:, None], tile, 0.0)
-        tl.store(column_parts + pid_m * columns + offs_n, tl.sum(tile, 0), mask=offs_n < columns)
+        tl.store(column_parts + offs_n, tl.sum(tile, 0), mask=offs_n < columns)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -131,11 +138,12 @@ def safe_sums_tile(
         tile = tl.where(mask, tile * tl.load(scalars), float("-inf"))
         top = _finite(tl.max(tile, 1))
         sums = tl.sum(tl.exp2(tile - top[:, None]), 1)
-        tl.store(row_parts + pid_n * rows + offs_m, top + tl.log2(sums), mask=offs_m < rows)
+        target = row_parts + _far(pid_n, rows) + offs_m
+        tl.store(target, top + tl.log2(sums), mask=offs_m < rows)
         if HAS_COLUMNS:
             top = _finite(tl.max(tile, 0))
             sums = tl.sum(tl.exp2(tile - top[None, :]), 0)
-            target = column_parts + pid_m * columns + offs_n
+            target = column_parts + _far(pid_m, columns) + offs_n
             tl.store(target, top + tl.log2(sums), mask=offs_n < columns)
 
 
@@ -147,7 +155,7 @@ def combine_logs(parts, logs, scalars, count, length, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(logs + offs, mask=offs < length, other=0.0)
     for index in range(count):
-        part = tl.load(parts + index * length + offs, mask=offs < length, other=0.0)
+        part = tl.load(parts + _far(index, length) + offs, mask=offs < length, other=0.0)
         top = _finite(tl.maximum(total, part))
         total = top + tl.log2(tl.exp2(total - top) + tl.exp2(part - top))
     tl.store(logs + offs, total, mask=offs < length)
