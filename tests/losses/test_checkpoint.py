@@ -10,6 +10,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import allgrad as ag
 from allgrad.errors import ModeError
 from allgrad.losses import (
     clip_loss,
@@ -27,6 +28,30 @@ from losses.samples import features, ids_of
 
 SCALE = 3.0
 COUNTS = (3, 1, 4)
+
+LEARNED = {
+    "clip": clip_loss,
+    "supcon": lambda q, k, s: supcon_loss(q, k, s, torch.arange(len(q)), torch.arange(len(q))),
+    "sigmoid_supcon": lambda q, k, s: sigmoid_supcon_loss(
+        q, k, s, torch.arange(len(q)), torch.arange(len(q)), bias=-s
+    ),
+    "multiple_negatives": lambda q, k, s: multiple_negatives_loss(q, k, s, margin=0.5),
+    "maxsim": lambda q, k, s: maxsim_loss(q[:, None], k[:, None], s),
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.ranks(2)
+def test_a_checkpointed_batch_of_another_size(rank, world, name):
+    """The last one of an epoch, where the call that was expected does not come; the scale is learned."""
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    for rows in ((4, 4), (4, 4), (4, 4), (4, 1), (3, 4)):
+        x = leaf(random((rows[rank], 5), 3 + rank))
+        of_x = partial(lambda loss, x: loss(x.sin(), x.cos(), scale), LEARNED[name])
+        got = torch.autograd.grad(checkpoint(of_x, x, use_reentrant=False), (x, scale))
+        with ag.checked():  # in which no call is expected
+            want = torch.autograd.grad(of_x(x), (x, scale))
+        torch.testing.assert_close(got, want)
 
 
 def losses(ids):

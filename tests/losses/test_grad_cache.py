@@ -451,6 +451,27 @@ def test_scalars_may_be_named(named):
         grad_cache_step(model, pairs((1, 1), 0), clip_loss, scalars=["bias"])
 
 
+@pytest.mark.parametrize("given", ["nothing", "a dict", "an int", "an iterator that fails"])
+@pytest.mark.ranks(3)
+def test_what_are_no_micro_batches_on_a_rank_raises_on_all(rank, world, given):
+    """At once; and the next step is the same one on all ranks."""
+    model, batches = Towers(), pairs((2, 1), rank)
+    bad = {
+        "nothing": None,
+        "a dict": {"image": 1},
+        "an int": 3,
+        "an iterator that fails": (1 / x for x in (1, 0)),
+    }[given]
+    if rank == 1:
+        with pytest.raises((InputError, ZeroDivisionError), match=r"micro_batches is a|division"):
+            grad_cache_step(model, bad, clip_loss)
+    else:
+        with pytest.raises(InputError, match=r"rank 1: 0 micro-batches +<- no micro-batch"):
+            grad_cache_step(model, batches, clip_loss)
+    value = grad_cache_step(model, batches, clip_loss)
+    torch.testing.assert_close(ag.all_gather(value[None]), value.expand(world))
+
+
 def test_a_batch_in_place_of_batches_is_refused():
     batch = dict(zip(("image", "text"), pairs((2,), 0)[0], strict=True))
     with pytest.raises(InputError, match="micro_batches is a dict"):

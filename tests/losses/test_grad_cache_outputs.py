@@ -98,7 +98,6 @@ MISTAKES = {
     "output 'text' of encode is (2, 4, 1)": unlike(named, deep),
     "output 1 of encode is (2, 4) on meta for one": unlike(pair, elsewhere),
     "output 1 of encode has no rows to join": unlike(pair, lambda x: (x, x.sum())),
-    "micro_batches is NoneType": lambda step: step(micro_batches=None),
     "loss returned a tensor of shape (2,)": lambda step: step(loss=vector),
 }
 

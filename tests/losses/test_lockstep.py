@@ -40,6 +40,19 @@ def test_a_rank_without_a_loss_takes_part(rank, world, name, ring):
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.ranks(2)
+def test_a_loss_changed_in_place(rank, world, name):
+    """As for gradient accumulation."""
+    x, y = features(rank)
+    wanted = torch.autograd.grad(LOSSES[name](x, y) / 4, (x, y))
+    with ag.lockstep() as step:
+        value = LOSSES[name](x, y)
+        value /= 4
+    step.backward(value)
+    torch.testing.assert_close((x.grad, y.grad), wanted)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.ranks(2)
 def test_second_derivative_with_a_rank_that_has_no_loss(rank, world, name):
     loss = LOSSES[name]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import allgrad as ag
 from allgrad._wire import ended_ranks, watchdog
 from allgrad.errors import AllgradError, InputError, PieceMismatch, SizesError, TensorError
-from allgrad.losses import cross_entropy, reference, vocab_cross_entropy
+from allgrad.losses import clip_loss, cross_entropy, reference, vocab_cross_entropy
 from allgrad.losses._rows import recompute
 from allgrad.testing import run_ranks
 from counting import Counted
@@ -209,6 +209,19 @@ def test_no_matrix_of_logits_is_kept():
         for order in (1, 2):
             run = partial(cross_entropy, hidden, weight, targets)
             assert largest_kept(run, (hidden, weight), order) <= 512 * 8
+
+
+@pytest.mark.ranks(2)
+def test_after_a_mistake_with_sizes_in_checked_mode_the_next_call_works(rank, world):
+    """The ranks number their calls, and compare the numbers in backward."""
+    hidden, weight = leaf(random((5, 6), 1)), leaf(random((3, 6), 2 + rank))
+    for wrong in (99, 1.5):
+        targets = torch.full((5,), wrong if rank == 1 else 1)
+        with ag.checked():
+            with pytest.raises(AllgradError):
+                cross_entropy(hidden, weight, targets, sizes=[3, 3])
+            good = clip_loss(hidden, hidden, 2.0)
+            assert torch.isfinite(torch.autograd.grad(good, hidden)[0]).all()
 
 
 @pytest.mark.ranks(3)

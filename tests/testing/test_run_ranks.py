@@ -51,6 +51,18 @@ def test_arguments_and_closures_reach_every_rank() -> None:
     assert run_ranks(add, 2, 100, 1000) == [1110, 1111]
 
 
+def test_a_function_that_names_an_op() -> None:
+    """As the policy of selective checkpointing does."""
+    aten, op = torch.ops.aten, torch.ops.aten.addmm.default
+
+    def named() -> list[str]:
+        return [str(torch.ops.aten.mm.default), str(aten.bmm.default), str(op)]
+
+    assert (
+        run_ranks(named, 2) == [["aten.mm.default", "aten.bmm.default", "aten.addmm.default"]] * 2
+    )
+
+
 def test_ranks_are_connected() -> None:
     assert run_ranks(summed, 3) == [7.0, 7.0, 7.0]
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from allgrad._autograd import transforms
+from allgrad._core.torch_internals import below_view_tracking, is_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -124,7 +125,10 @@ def current_chain() -> Chain | None:
 class _HandOn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *results: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
-        return torch.empty(0, device="cpu"), *results
+        # Not as views, which could not be changed in place; what is a view already stays one.
+        with below_view_tracking():
+            handed_on = [y if is_view(y) else y.detach() for y in results]
+        return torch.empty(0, device="cpu"), *handed_on
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -15,7 +15,7 @@ from allgrad._wire import ended_ranks
 from allgrad._wire.calls import resolve
 from allgrad._wire.consistency import refuse
 from allgrad.collectives.all_gather import gather_sizes
-from allgrad.errors import InputError, rank_table
+from allgrad.errors import AllgradError, InputError, rank_table
 from allgrad.losses._arguments.feature_checks import number
 from allgrad.losses._loss_parameters import LossParameters, uses_others
 
@@ -69,10 +69,10 @@ def grad_cache_step(
 
     Cost: one more forward of the encoder, one copy of the buffers, and one size exchange.
     """
-    micro_batches = _listed(micro_batches, group)
     models = (models,) if isinstance(models, nn.Module) else models
     called = (encode, *models)
     modules = [m for m in called if isinstance(m, nn.Module)]
+    micro_batches = _listed(micro_batches, modules, group)
     most = _most_micro_batches(len(micro_batches), modules, group)
     extra = most - len(micro_batches)
     wrapped = [m for m in called if hasattr(m, "no_sync")]
@@ -130,17 +130,29 @@ def grad_cache_step(
     return value.detach()
 
 
-def _listed(micro_batches: Iterable[Batch], group: GroupLike) -> list[Batch]:
-    given = type(micro_batches).__name__
+def _listed(
+    micro_batches: Iterable[Batch], modules: Sequence[nn.Module], group: GroupLike
+) -> list[Batch]:
+    try:
+        return list(_iterated(micro_batches))
+    except BaseException:
+        # The others learn of it from the numbers, which are their first message.
+        with suppress(AllgradError):
+            _most_micro_batches(0, modules, group)
+        raise
+
+
+def _iterated(micro_batches: Iterable[Batch]) -> Iterator[Batch]:
+    rule = f"grad_cache_step: micro_batches is a {type(micro_batches).__name__}."
+    wrong = InputError(f"{rule}\nGive a list of batches, of one too, or an iterator of them.")
     if isinstance(
         micro_batches, Mapping
     ):  # a batch: of its names there would be an error in encode
-        _refuse(f"micro_batches is a {given}.", "Give a list of batches, of one too.", group)
+        raise wrong
     try:
-        each = iter(micro_batches)
+        return iter(micro_batches)
     except TypeError:
-        _refuse(f"micro_batches is {given}.", "Give a list or an iterator of them.", group)
-    return list(each)
+        raise wrong from None
 
 
 def _most_micro_batches(count: int, modules: Sequence[nn.Module], group: GroupLike) -> int:

@@ -37,6 +37,7 @@ from allgrad.losses._tiles.accumulators import accumulator_dtype
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from allgrad._wire.calls import Call
     from allgrad.types import GroupLike, Sizes
 
 __all__ = ["Reduction", "cross_entropy"]
@@ -183,8 +184,11 @@ def _checked_with_sizes(  # noqa: PLR0917
 ) -> tuple[int, tuple[int, ...], int]:
     """The rank, the words by rank, and a digest of what all ranks must have; nothing is exchanged."""
     try:
+        call = resolve(
+            "cross_entropy", group
+        )  # before a mistake is found: ranks number their calls
         same: list[object] = [check().same]
-        rank, words = _given_words(weight, sizes, group)
+        rank, words = _given_words(call, weight, sizes)
         if targets.device.type == "cpu" and not in_vmap():  # on a device it would be a wait
             checksum, low, high = _summary(targets, ignore_index)
             _check_range(low, high, sum(words), ignore_index)
@@ -200,6 +204,7 @@ def _checked_with_sizes(  # noqa: PLR0917
             ended_ranks.publish(problem)
             consistency.refuse(resolve("cross_entropy", group), problem)
         with suppress(AllgradError):  # this rank's own error says more than one of sizes
+            share(nothing, group=group)  # as the others did
             all_gather(nothing, sizes="equal", group=group, grad="same")
         raise problem from None
     return rank, words, digest
@@ -322,8 +327,7 @@ def _check_options(label_smoothing: float, reduction: str) -> None:
     )
 
 
-def _given_words(weight: Tensor, sizes: Sizes, group: GroupLike) -> tuple[int, tuple[int, ...]]:
-    call = resolve("cross_entropy", group)
+def _given_words(call: Call, weight: Tensor, sizes: Sizes) -> tuple[int, tuple[int, ...]]:
     equal = isinstance(sizes, str) and sizes == "equal"
     words = (
         (len(weight),) * call.size if equal else tuple(given_sizes("cross_entropy", call, sizes))

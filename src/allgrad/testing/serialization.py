@@ -92,12 +92,23 @@ def _cloudpickle() -> Any:
 
 @cache
 def _picklers() -> tuple[type[Any], type[Any]]:
-    plain: type[Any] = _cloudpickle().Pickler
+    base: type[Any] = _cloudpickle().Pickler
+    ops, namespace = type(torch.ops), type(torch.ops.aten)
 
-    class DetachingPickler(plain):  # type: ignore[misc]
+    class Pickler(base):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            # Modules for Python, which cannot be imported by name: a function that names an op holds one
+            # (test_a_function_that_names_an_op).
+            if isinstance(obj, ops):
+                return getattr, (torch, "ops")
+            if isinstance(obj, namespace):
+                return getattr, (torch.ops, obj.name)
+            return super().reducer_override(obj)
+
+    class DetachingPickler(Pickler):
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, torch.Tensor) and obj.grad_fn is not None:
                 return obj.detach().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             return super().reducer_override(obj)
 
-    return plain, DetachingPickler
+    return Pickler, DetachingPickler

@@ -196,7 +196,8 @@ _RULES = (
         InputError,
         "scale and bias must be single finite numbers.",
         _bad_scalar,
-        "Give a finite number, or a tensor of one element; of a DTensor its full_tensor().",
+        "Give a finite number, or a tensor of one element; of a DTensor its "
+        'full_tensor(grad_placements=[Partial("avg")]), for each rank has a part of the gradient.',
     ),
     Rule(
         InputError,
