@@ -11,6 +11,7 @@ import pickle
 import sys
 from contextlib import contextmanager
 from functools import cache
+from operator import attrgetter
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -94,15 +95,18 @@ def _cloudpickle() -> Any:
 def _picklers() -> tuple[type[Any], type[Any]]:
     base: type[Any] = _cloudpickle().Pickler
     ops, namespace = type(torch.ops), type(torch.ops.aten)
+    op = type(torch.ops.aten.mm), type(torch.ops.aten.mm.default)
 
     class Pickler(base):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
-            # Modules for Python, which cannot be imported by name: a function that names an op holds one
+            # A function that names an op holds these, which have no reduction of their own
             # (test_a_function_that_names_an_op).
             if isinstance(obj, ops):
                 return getattr, (torch, "ops")
             if isinstance(obj, namespace):
                 return getattr, (torch.ops, obj.name)
+            if isinstance(obj, op):
+                return attrgetter(str(obj)), (torch.ops,)
             return super().reducer_override(obj)
 
     class DetachingPickler(Pickler):
