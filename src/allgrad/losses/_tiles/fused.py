@@ -19,6 +19,7 @@ import torch
 from allgrad.losses._kind import LossKind
 from allgrad.losses._tiles import fused_kernels as kernels
 from allgrad.losses._tiles.float32_dots import dots_of_parts, in_parts
+from allgrad.losses._tiles.launches import OPTIONS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +80,7 @@ def _launch(
     key = kernel, constants, signature
     found = _compiled.get(key)
     if found is None:
-        _compiled[key] = kernel[grid](*args, *constants, num_warps=4)
+        _compiled[key] = kernel[grid](*args, *constants, **OPTIONS)
     else:
         found[grid](*args, *constants)
 

@@ -67,6 +67,7 @@ class TileConfig(NamedTuple):
 
     def options(self) -> dict[str, int]:
         return {
+            "enable_fp_fusion": True,  # as was Triton's default up to 3.9
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
             "BLOCK_K": self.block_k,
