@@ -274,11 +274,15 @@ def kernels(pairs: int, widths: list[int]) -> None:
         rows = slice(0, min(tiles.panel, pairs))
         memory = image.new_empty(rows.stop, rows.stop)
         for config in TILE_CONFIGS:
-            tiles.sums_config = tiles.softmax_config = TileConfig(*config)
+            tiles.sums_config = tiles.softmax_config = tiles.sigmoid_config = TileConfig(*config)
             runs = {
                 "sums": (partial(tiles._launch_sums, sums_tile, rows, True), pairs),
                 "weights": (
                     partial(tiles._launch_softmax, weights, logs, rows, rows, memory),
+                    rows.stop,
+                ),
+                "sigmoid": (
+                    partial(tiles._launch_sigmoid, rows, rows, weights.pair_weights, memory),
                     rows.stop,
                 ),
             }
