@@ -187,6 +187,26 @@ def test_a_batch_of_what_must_be_read_is_refused_on_every_rank(rank, world):
         raises_everywhere(ModeError, call, name, "torch.vmap maps over", "in a loop")
 
 
+@pytest.mark.ranks(1, 2)
+def test_gradients_inside_inference_mode(rank, world):
+    x = random((3, WIDTH), rank)
+    ids = torch.arange(3) % 2
+    losses = (
+        lambda q: supcon_loss(q, q.cos(), SCALE, ids, ids),
+        lambda q: sigmoid_supcon_loss(q, q.cos(), SCALE, ids, ids),
+        lambda q: multiple_negatives_loss(q, q.cos(), SCALE, margin=0.5),
+        lambda q: maxsim_loss(q[:, None], q.cos()[:, None], SCALE),
+        lambda q: cross_entropy(x, q, ids, sizes="equal"),
+        lambda q: clip_loss(q, q.cos(), SCALE),
+    )
+    for loss in losses:
+        want = grad(loss)(x)
+        with torch.inference_mode():
+            got = grad(loss)(x)
+        torch.testing.assert_close(got.clone(), want, **TIGHT)
+        assert want.abs().max() > 1e-3
+
+
 @pytest.mark.ranks(2)
 def test_a_batch_of_scales_inside_checked():
     """Their values cannot be read, and are not compared."""

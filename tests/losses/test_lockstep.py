@@ -1,5 +1,8 @@
 """Losses in a lockstep block: every rank goes backward through them, with a loss of its own or without."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -36,6 +39,18 @@ def test_a_rank_without_a_loss_takes_part(rank, world, name, ring):
         step.backward([value, unused.sum()] if has_loss else None)
         torch.testing.assert_close(x.grad, wanted[0] + 2, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(y.grad, wanted[1], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.ranks(1, 2)
+def test_a_block_that_never_goes_back_keeps_nothing(rank, world, name):
+    x, y = (2 * z for z in features(rank))
+    watched = weakref.ref(x)
+    with ag.lockstep():
+        value = LOSSES[name](x, y)
+    del value, x, y
+    gc.collect()
+    assert watched() is None
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -22,6 +24,7 @@ from allgrad.losses._arguments.feature_checks import (
     require_device,
 )
 from allgrad.losses._arguments.packed import Packing, Part
+from allgrad.losses._arguments.rank_args import GradNeeds, grad_needs
 from allgrad.losses._arguments.same_numbers import compared_numbers
 from allgrad.losses._computed_on import computed_on
 from allgrad.losses._graphs.in_graphs import in_graphs
@@ -112,7 +115,8 @@ def multiple_negatives_loss(
             "queue": "no queue" if queue is None else queue.spec(),
             **compared_numbers({"scale": scale}, query),
         }
-        return CallSpec(same, (len(query), hard))
+        needs = grad_needs([query, key, hard_negatives], [scale])
+        return CallSpec(same, (len(query), hard, int(needs)))
 
     def compute(agreed: Agreement) -> Tensor:
         pairs = agreed.column(0)
@@ -120,7 +124,7 @@ def multiple_negatives_loss(
             raise InputError(
                 "multiple_negatives_loss: no rank has a pair.\nGive at least one rank a pair."
             )
-        keys = tuple(a + b for a, b in agreed.counts)
+        keys = tuple(a + b for a, b, _ in agreed.counts)
         candidates = _candidates(key, hard_negatives)
         is_plain = ids is None and weights is None and margin is None and queue is None
         if is_plain and not (symmetric and keys != pairs) and is_plain_autograd():
@@ -131,6 +135,7 @@ def multiple_negatives_loss(
                 agreed,
                 pairs=pairs,
                 keys=keys,
+                needs=GradNeeds(reduce(or_, agreed.column(2))),
                 query=query,
                 key=candidates,
                 scale=number(scale),

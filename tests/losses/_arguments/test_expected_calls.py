@@ -213,6 +213,21 @@ def test_one_rank_changes_its_batch(rank, world):
             torch.testing.assert_close(x.grad, 3 * y.grad.split(counts)[rank])
 
 
+@pytest.mark.ranks(2)
+def test_a_transform_before_leaves_no_message_to_expect(rank, world):
+    """Of pairs alone it gathers other tensors, inside torch.func and outside of it."""
+    query, key, _ = inputs(4, rank)
+
+    def step(rows=4):
+        return multiple_negatives_loss(query[:rows], key[:rows], 5.0)
+
+    for _ in range(2):
+        torch.func.grad(lambda q: multiple_negatives_loss(q, key.detach(), 5.0))(query.detach())
+        found = [step() for _ in range(4)]
+        step(3 if rank == 1 else 4)
+        torch.testing.assert_close(step(), found[0])
+
+
 @pytest.mark.ranks(3)
 def test_mistakes_in_a_loop_raise_on_every_rank(rank, world):
     query, key, ids = inputs(2, rank)

@@ -3,7 +3,10 @@
 With few scores an eager backward uses what forward computed.
 """
 
+import gc
+import os
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,6 +83,37 @@ def test_backward_of_what_depends_on_no_input(scores):
     value = recomputed(lambda x, w: w.detach().sum(1) + x.detach().sum(), x, w, scores=scores)
     for g in torch.autograd.grad(value.sum(), (x, w)):
         assert not g.any()
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_a_graph_that_is_dropped_is_freed():
+    """Without a backward, or with one that has a graph of its own: exp saves its result."""
+    x, w = leaf(random((512, 4), 1)), leaf(random((512, 4), 2))
+
+    def step(create_graph):
+        value = recomputed(lambda x, w: (x @ w.T).exp().sum(1), x, w, scores=512 * 512).sum()
+        if create_graph:
+            torch.autograd.grad(value, x, create_graph=True)
+
+    for create_graph in (False, True):
+        step(create_graph)
+        before = resident()
+        for _ in range(60):  # of 2 MiB
+            step(create_graph)
+        gc.collect()
+        assert resident() - before < 40 << 20
+
+
+def test_where_hooks_for_saved_tensors_are_forbidden():
+    x, w = inputs()
+    want = torch.autograd.grad(plain(x, w).sum(), (x, w))
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        got = torch.autograd.grad(again(x, w, 12).sum(), (x, w))
+    torch.testing.assert_close(got, want)
 
 
 MODES = {

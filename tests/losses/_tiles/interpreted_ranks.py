@@ -8,13 +8,16 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from functools import partial
+
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import allgrad as ag
 from allgrad.losses._pairs import first_order, fused_pass
 from allgrad.losses._tiles import torch as torch_tiles
-from exactness import leaf
+from exactness import leaf, random
 from losses._tiles.interpreted_kernels import interpret
 from losses.pairs import LOSSES, PAIRS, batch
 
@@ -83,3 +86,33 @@ def test_ranks_that_need_no_gradient_go_back_to_what_else_does(
     near(value.detach(), formula(*(x.detach() for x in batch(name, counts)), **options))
     (value + other).backward()
     assert other.grad == 1
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.ranks(1, 2)
+def test_dual_numbers_around_the_gradient(rank, world, monkeypatch, kept, name):
+    """And the change of the gradient by torch.func.jvp, which is the same."""
+    as_on_a_device(monkeypatch, KEPT[kept])
+    loss, _, options = LOSSES[name]
+    given = [x.detach().float() for x in batch(name, PAIRS["ragged"][:world], rank)]
+    change = random(given[0].shape, 5 + rank, torch.float32)
+    gradients = torch.func.grad(partial(loss, **options), tuple(range(len(given))))
+    want = torch.func.jvp(lambda q: gradients(q, *given[1:]), (given[0],), (change,))[1]
+    with forward_ad.dual_level():
+        found = gradients(forward_ad.make_dual(given[0], change), *given[1:])
+        got = [forward_ad.unpack_dual(x).tangent for x in found]
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.ranks(1, 2)
+def test_a_loss_without_gradients_changed_in_place(rank, world, monkeypatch, name):
+    as_on_a_device(monkeypatch, 2**28)
+    loss, _, options = LOSSES[name]
+    given = [x.detach().float() for x in batch(name, PAIRS["ragged"][:world], rank)]
+    value = loss(*given, **options)
+    want = value.detach() / 2
+    value /= 2
+    assert torch.equal(value, want)

@@ -281,7 +281,7 @@ def unreadable(found: Exception) -> AllgradError:
     if in_vmap() and isinstance(found, RuntimeError):
         return ModeError(
             f"torch.vmap maps over an argument whose values the loss must read ({text}).\n"
-            "Map over features, ids and weights only, or call it in a loop."
+            "Map over features, ids and weights only (over targets with sizes=), or call it in a loop."
         )
     if "meta tensor" in text:
         return ModeError(no_values("its values"))

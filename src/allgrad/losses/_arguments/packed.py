@@ -91,10 +91,7 @@ class Packing:
             [n * each for n, each in zip(rows, self.per_row, strict=True)] for rows in by_rank
         ]
         self.sizes = tuple(map(sum, self.counts))  # of each rank's message
-        device = parts[0].own.device
-        # A row beside meta tensors could not be read.
-        if agreed.call is not None and agreed.call.payload is None and device.type != "meta":
-            agreed.call.payload = Payload(self.sizes, self.dtype, device)
+        self.payload = Payload(self.sizes, self.dtype, parts[0].own.device)
         if agreed.row is not None:
             last = self._elements_per_row(agreed.row[None])
             self.counts = [[*counts, last] for counts in self.counts]
@@ -110,7 +107,10 @@ class Packing:
         A loss that somebody keeps after backward would keep them too (test_nothing_is_kept_after_backward).
         """
         flat = [part.own.reshape(-1) for part in self.parts]
-        self.parts = ()
+        self.parts, call = (), self.agreed.call
+        # Not where each part has a message of its own. A row beside meta tensors could not be read.
+        if call is not None and call.payload is None and self.payload.device.type != "meta":
+            call.payload = self.payload
         if not any(map(len, flat)):
             # Torch cuts the graph of the gradient behind a cat of nothing, and this rank would not
             # take part in the second derivative (the kind "empty" of the tests).

@@ -17,7 +17,7 @@ from allgrad.losses._kind import LossKind
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["FLOATING", "ROW_WORDS", "GradNeeds", "RankArgs", "TensorSpec"]
+__all__ = ["FLOATING", "ROW_WORDS", "GradNeeds", "RankArgs", "TensorSpec", "grad_needs"]
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OPTIONS_BYTES = 7  # of the digest of a call's options
@@ -40,6 +40,19 @@ class GradNeeds(IntFlag):
 
     KEYS = 1
     ANY = 2
+
+
+def grad_needs(features: Sequence[object], scalars: Sequence[object]) -> GradNeeds:
+    """The gradients that this rank needs; of the features, the first are the queries."""
+
+    def any_needed(tensors: Sequence[object]) -> bool:
+        return any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+
+    if not torch.is_grad_enabled():
+        return GradNeeds(0)
+    if any_needed(features[1:]):
+        return GradNeeds.KEYS | GradNeeds.ANY
+    return GradNeeds.ANY if any_needed([*features[:1], *scalars]) else GradNeeds(0)
 
 
 class TensorSpec(NamedTuple):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
+from allgrad.losses._arguments.rank_args import GradNeeds
 from allgrad.losses._pairs.alone_on_cuda import loss_of_one_rank
 from allgrad.losses._pairs.config import LossConfig
 from allgrad.losses._pairs.engine import contrastive_loss
@@ -29,13 +28,17 @@ def agreed_loss(
     *,
     pairs: tuple[int, ...],
     keys: tuple[int, ...],
+    needs: GradNeeds,
     query: Tensor,
     key: Tensor,
     scale: Tensor,
     grad_reduction: GradReduction,
     group: GroupLike,
 ) -> Tensor:
-    """The loss of each query among the keys of all ranks, whose numbers on each rank are given."""
+    """The loss of each query among the keys of all ranks, whose numbers on each rank are given.
+
+    ``needs`` are those of any rank: they decide which messages are sent.
+    """
     found = loss_of_one_rank(
         name,
         kind,
@@ -47,17 +50,15 @@ def agreed_loss(
     )
     if found is not None:
         return found
-    # Nobody has told which gradients others need. One rank alone knows.
-    alone, needs_grad = len(pairs) == 1, torch.is_grad_enabled()
     config = LossConfig(
         name,
         kind,
         KeyLayout(agreed.rank, keys, group),
         pairs,
         grad_reduction=grad_reduction,
-        needs_key_grad=needs_grad and (not alone or key.requires_grad),
-        needs_grad=needs_grad,
+        needs_key_grad=GradNeeds.KEYS in needs,
+        needs_grad=GradNeeds.ANY in needs,
         ring=False,
-        agreed=None if alone else agreed,
+        agreed=None if len(pairs) == 1 else agreed,
     )
     return contrastive_loss(config, query, key, scale, None)

@@ -29,6 +29,7 @@ a difference of two large sums would be noise (test_tiny_loss_of_saturated_score
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,7 +87,7 @@ def _number(x: Tensor, q: Tensor) -> Tensor:
     dtype = accumulator_dtype(q.dtype)
     if x.dtype is dtype and not x.dim() and x.device == q.device:
         return x
-    if q.is_cuda and not x.is_cuda and not x.requires_grad:
+    if q.is_cuda and not x.is_cuda and not x.requires_grad and is_plain_autograd():
         return torch.full((), float(x), device=q.device, dtype=dtype)  # a copy would wait
     return x.reshape(()).to(q.device, dtype)
 
@@ -106,7 +107,9 @@ class _ContrastiveLoss(torch.autograd.Function):
         scale: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        ctx.config, ctx.chain = config, current_chain()
+        chain = current_chain()
+        # Weakly: a block whose backward never runs would keep its losses.
+        ctx.config, ctx.chain = config, None if chain is None else weakref.ref(chain)
         ctx.call = wire.resolve(config.name, config.layout.group)
         try:
             loss, kept = loss_value(config, Inputs(q, k, scale, bias), ctx.needs_input_grad[2:])
@@ -129,7 +132,8 @@ class _ContrastiveLoss(torch.autograd.Function):
         x, kept = Inputs(*saved[:4]), Kept.unflatten(saved[4:])
         # create_graph=True, or torch.vmap of backward
         if torch.is_grad_enabled() or functorch_active():
-            with contextlib.nullcontext() if ctx.chain is None else ctx.chain.recording():
+            chain = None if ctx.chain is None else ctx.chain()
+            with contextlib.nullcontext() if chain is None else chain.recording():
                 forward = Forward(kept, needed)
                 return None, None, *differentiable_gradients(ctx.config, forward, x, by_loss)
         found = computed_on(by_loss.device, first_gradients, ctx.config, x, by_loss, kept, needed)

@@ -110,7 +110,9 @@ class FusedPass:
 
     def _over_ranks(self, loss: Tensor) -> Tensor:
         layout = self.config.layout
-        return loss if layout.world == 1 else all_reduce(loss, group=layout.group, grad="none")
+        if layout.world == 1:
+            return loss.clone()  # it may be a view, which the caller could not change in place
+        return all_reduce(loss, group=layout.group, grad="none")
 
     def products(
         self, needed: Sequence[bool], by_loss: Tensor | None, kept: Tensor, sums: Sums

@@ -15,7 +15,7 @@ from allgrad.losses._arguments.agreement import run_agreed
 from allgrad.losses._arguments.expected_calls import Changed
 from allgrad.losses._arguments.feature_checks import number, plain_number
 from allgrad.losses._arguments.handshake import exchange_args
-from allgrad.losses._arguments.rank_args import GradNeeds
+from allgrad.losses._arguments.rank_args import GradNeeds, grad_needs
 from allgrad.losses._arguments.same_numbers import require_same_numbers
 from allgrad.losses._below_transforms import batch_sizes, in_vmap
 from allgrad.losses._computed_on import computed_on
@@ -86,7 +86,7 @@ def global_loss(
             numbers,
             kind=kind,
             options=f"label_smoothing={smoothing}, {grad_reduction=}, {ring=}, {budget=}{batches}",
-            needs=_grad_needs(given, [*numbers.values()]),
+            needs=grad_needs(given, [*numbers.values()]),
             sizes=sizes,
             group=group,
             is_changed=is_changed,
@@ -134,16 +134,6 @@ def _loss_of(
     if config.agreed is None:
         return contrastive_loss(config, *inputs)
     return run_agreed(name, config.agreed, group, lambda: contrastive_loss(config, *inputs))
-
-
-def _grad_needs(features: list[Tensor | None], scalars: list[Tensor | None]) -> GradNeeds:
-    """The gradients that this rank needs."""
-    if not torch.is_grad_enabled():
-        return GradNeeds(0)
-    if any(isinstance(x, Tensor) and x.requires_grad for x in features[1:]):
-        return GradNeeds.KEYS | GradNeeds.ANY
-    others = any(isinstance(x, Tensor) and x.requires_grad for x in [*features[:1], *scalars])
-    return GradNeeds.ANY if others else GradNeeds(0)
 
 
 def _check_options(

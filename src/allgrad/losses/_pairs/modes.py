@@ -25,6 +25,7 @@ from allgrad._core.torch_internals import (
     anchor_gradient,
     functorch_active,
     is_batched_gradient,
+    is_view,
     never_traced,
     transform_names,
 )
@@ -202,7 +203,8 @@ class _FirstGradients(_Mode):
         found: Gradients = computed_on(
             device, first_gradients, config, x, by_loss, forward.kept, forward.needed
         )
-        return found
+        # Torch refuses views where it has tangents too (test_dual_numbers_around_the_gradient).
+        return tuple(x.clone() if x is not None and is_view(x) else x for x in found)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
@@ -328,6 +330,7 @@ class _GradientChange(_Mode):
 
 def _too_high(name: str, what: str) -> ModeError:
     return ModeError(
-        f"{name}: this loss does not have {what}; it has first and second derivatives.\nFor others, "
-        "join the features with allgrad.all_gather and use the formula in allgrad.losses.reference."
+        f"{name}: this loss does not have {what}; it has first and second derivatives.\nIn place of "
+        "torch.autograd.functional.hvp take vhp, or torch.func.jvp of torch.func.grad. For higher ones, join "
+        "the features with allgrad.all_gather and use the formula in allgrad.losses.reference."
     )

@@ -30,7 +30,7 @@ from allgrad.errors import ModeError
 from allgrad.losses._computed_on import computed_on
 from allgrad.losses._pairs.key_blocks import KeyLayout, reduce_sums
 from allgrad.losses._pairs.modes import refuse_batches
-from allgrad.losses._rows.recompute import as_it_is
+from allgrad.losses._rows.recompute import inner_graph
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class _Mean(torch.autograd.Function):
         how.packing.confirm(received)
         call_order.register(ctx, ctx.call, message)
         inputs = [x.detach().requires_grad_() for x in (received, *own)]
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is):
+        with inner_graph():
             sums = how.sums(how.packing.unpack(inputs[0]), constants, *inputs[1:])
         total, weight = all_reduce(sums.detach(), group=how.group, grad="none")
         mean: Tensor = total / weight

@@ -6,6 +6,7 @@ are few, time is all that counts.
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +23,9 @@ from allgrad.errors import ModeError
 from allgrad.losses._computed_on import computed_on
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["KEPT_SCORES", "as_it_is", "recomputed"]
+__all__ = ["KEPT_SCORES", "inner_graph", "recomputed"]
 
 # With some ten tensors of that many numbers, in float32, less than 100 MiB.
 KEPT_SCORES = 1 << 21
@@ -55,13 +56,19 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor | None, scores: 
     return result
 
 
-def as_it_is(x: Tensor) -> Tensor:
-    """A hook for saved tensors that does nothing, in place of the caller's.
+@contextmanager
+def inner_graph() -> Iterator[None]:
+    """Record a graph inside an autograd.Function, without the caller's hooks for saved tensors.
 
-    A checkpoint would compute its region once more for a graph inside a function
-    (test_a_checkpointed_region_is_computed_twice).
+    A checkpoint would compute its region once more for it (test_a_checkpointed_region_is_computed_twice).
     """
-    return x
+    # Detached: a node that saved its own result would never be freed (test_a_graph_that_is_dropped_is_freed).
+    hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x)
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        with suppress(RuntimeError):  # hooks are forbidden here, so there are none
+            stack.enter_context(hooks)
+        yield
 
 
 @never_traced
@@ -75,8 +82,7 @@ class _Kept(torch.autograd.Function):
             x.detach().requires_grad_() if n and x is not None else x
             for x, n in zip(inputs, needed, strict=True)
         ]
-        hooks = torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is)
-        with torch.enable_grad(), hooks:
+        with inner_graph():
             result: Tensor = computed_on(_device(inputs), function, *leaves)
         ctx.function, ctx.kept = function, (result, leaves)
         ctx.save_for_backward(*inputs)
@@ -211,7 +217,9 @@ def _vjp(
         return found
     # Torch's vjp refuses to run inside hooks for saved tensors, such as save_on_cpu.
     graph = torch.is_grad_enabled()  # when this function is itself being differentiated
-    with torch.enable_grad():
+    # Below torch.func in inference mode autograd would record nothing: the gradients would be zeros
+    # (test_gradients_inside_inference_mode).
+    with torch.inference_mode(False), torch.enable_grad():
         leaves = [
             x.view_as(x) if graph and x.requires_grad else x.detach().requires_grad_()
             for x in inputs

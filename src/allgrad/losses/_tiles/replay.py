@@ -151,12 +151,13 @@ class Lease:
 
     def __init__(self, step: _Captured) -> None:
         step.calls += 1
-        self._step, self._held = step, True
+        self._step, self._held = step, False
         by_query, by_key = (torch.empty_like(step.q) if needed else None for needed in step.needed)
         by_scale = torch.empty_like(step.scale)
         by_bias = None if step.bias is None else torch.empty_like(by_scale)
         self._gradients = by_query, by_key, by_scale, by_bias
         self._addresses = tuple(map(address_of, self._gradients))
+        self._held = True  # with memory for all of it
 
     def products(self) -> Products:
         """The products of this call."""
@@ -200,8 +201,8 @@ class _Known:
             return
         for other, step in list(self.steps.items()):
             if self.calls - step.last_used > STALE_AFTER:
-                del self.steps[other]
-        used = sum(other.bytes for other in self.steps if other.device == key.device)
+                self.steps.pop(other, None)  # another thread may have done so
+        used = sum(other.bytes for other in list(self.steps) if other.device == key.device)
         if key.bytes + used > limit:
             return
         try:
@@ -238,4 +239,8 @@ def replayed(  # noqa: PLR0917
     except IndexError:
         return None  # a call holds the products
     step.last_used = _known.calls
-    return step.run(q, k, scale, bias)
+    try:
+        return step.run(q, k, scale, bias)
+    except BaseException:  # no memory for the results, for one
+        step.idle.append(True)
+        raise
