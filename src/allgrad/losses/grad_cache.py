@@ -135,8 +135,9 @@ def _listed(
 ) -> list[Batch]:
     try:
         return list(_iterated(micro_batches))
-    except BaseException:
-        # The others learn of it from the numbers, which are their first message.
+    except Exception:
+        # The others learn of it from the numbers, which are their first message. Not of an interrupt,
+        # which must not wait for them.
         with suppress(AllgradError):
             _most_micro_batches(0, modules, group)
         raise
