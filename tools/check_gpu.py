@@ -1,12 +1,13 @@
 """Everything that only a GPU can show of the losses, step by step: tests, NCCL ranks, speed beside peers.
 
     python tools/check_gpu.py --out FOLDER [tests nccl compile sizes float32 large]
-                              [--nccl libnccl.so.2] [--minutes 10]
+                              [--nccl libnccl.so.2] [--minutes 60]
 
-A step's output goes to ``FOLDER/<step>.log``, and its end to the terminal. ``nccl`` needs a library that lets
-ranks share one GPU (CONTRIBUTING). ``compile`` runs what ``sizes`` and ``float32`` compile, on all cores, so that
-these find it in torch's caches (32,768 pairs and more do not fit beside each other). Peers that are not installed are left out of the measurements. After
-``--minutes`` the step that runs is stopped, and no other begins.
+A step's output goes to ``FOLDER/<step>.log``, and its end to the terminal. ``nccl`` needs a library that
+lets ranks share one GPU (CONTRIBUTING), and is left out without one. ``compile`` runs what ``sizes`` and
+``float32`` compile, on all cores, so that these find it in torch's caches (32,768 pairs and more do not fit
+beside each other). Peers that are not installed are left out of the measurements. After ``--minutes`` the
+step that runs is stopped, and no other begins.
 """
 
 from __future__ import annotations
@@ -58,17 +59,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("steps", nargs="*", choices=STEPS, metavar="step", default=list(STEPS))
+    parser.add_argument("steps", nargs="*", help=", ".join(STEPS))
     parser.add_argument("--out", type=Path, required=True, help="the folder of the logs")
     parser.add_argument("--nccl", type=Path, help="a libnccl from 2.30 on")
     parser.add_argument("--minutes", type=float, default=60, help="for all steps together")
     given = parser.parse_args()
-    if "nccl" in given.steps and given.nccl is None:
+    if unknown := set(given.steps) - set(STEPS):
+        parser.error(f"no step {', '.join(sorted(unknown))}")
+    steps = given.steps or [step for step in STEPS if step != "nccl" or given.nccl]
+    if "nccl" in steps and given.nccl is None:
         parser.error("the step nccl needs --nccl")
 
     given.out.mkdir(parents=True, exist_ok=True)
     end, failed = time.monotonic() + 60 * given.minutes, False
-    for step in given.steps:
+    for step in steps:
         if time.monotonic() >= end:
             print(f"== {step}: not begun")
             failed = True

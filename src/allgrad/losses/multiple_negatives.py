@@ -78,8 +78,8 @@ def multiple_negatives_loss(
     minus the margin. ``weights``, one for each pair, weigh the pairs in the mean.
 
     Gradient and cost: see ``supcon_loss``; ``symmetric`` doubles what is sent and computed, not the messages.
-    Without ids, weights, margin and queue it is ``info_nce_loss``, or ``clip_loss`` if ``symmetric`` and no rank has
-    hard negatives, and computed as these are: their cost, and first and second derivatives.
+    Without ids, weights, margin and queue it is ``info_nce_loss``, or ``clip_loss`` if ``symmetric`` and no
+    rank has hard negatives, and computed as these are: their cost, and first and second derivatives.
     """
     hard_negatives, hard_negative_ids = _in_rows(hard_negatives, hard_negative_ids)
     features = {"query": query, "key": key, "hard_negatives": hard_negatives}

@@ -116,8 +116,9 @@ def cross_entropy(
     ``targets`` is a tensor there, they wait some seconds. Sums are kept in float32, or in float64.
 
     Cost: the logits of a chunk of rows (64 MiB) exist at a time, and are computed again in backward, unless
-    there are at most 2 million on this rank. With several chunks of 16 bits, the weight and its gradient exist in float32 too. Forward sends two numbers
-    for each row, three with label smoothing; backward the gradient of ``hidden``.
+    there are at most 2 million on this rank. With several chunks of 16 bits, the weight and its gradient
+    exist in float32 too. Forward sends two numbers for each row, three with label smoothing; backward the
+    gradient of ``hidden``.
     """
     arguments = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
 
@@ -184,9 +185,8 @@ def _checked_with_sizes(  # noqa: PLR0917
 ) -> tuple[int, tuple[int, ...], int]:
     """The rank, the words by rank, and a digest of what all ranks must have; nothing is exchanged."""
     try:
-        call = resolve(
-            "cross_entropy", group
-        )  # before a mistake is found: ranks number their calls
+        # Before a mistake is found: ranks number their calls.
+        call = resolve("cross_entropy", group)
         same: list[object] = [check().same]
         rank, words = _given_words(call, weight, sizes)
         if targets.device.type == "cpu" and not in_vmap():  # on a device it would be a wait
