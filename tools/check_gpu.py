@@ -6,8 +6,9 @@
 A step's output goes to ``FOLDER/<step>.log``, and its end to the terminal. ``nccl`` needs a library that
 lets ranks share one GPU (CONTRIBUTING), and is left out without one. ``compile`` runs what ``sizes`` and
 ``float32`` compile, on all cores, so that these find it in torch's caches (32,768 pairs and more do not fit
-beside each other). Peers that are not installed are left out of the measurements. After ``--minutes`` the
-step that runs is stopped, and no other begins.
+beside each other). allgrad must be installed, for its pytest plugin; peers that are not are left out of
+the measurements. After ``--minutes`` the step that runs is stopped, and no other begins. On an H200 with
+16 cores: tests 160 s, nccl 170, compile 65, sizes 295, float32 230, large 175.
 """
 
 from __future__ import annotations

@@ -69,9 +69,9 @@ def interpret(patch):
     patch.setattr(triton_tiles, "_PANEL_COLUMNS", {2**25: 72})
     patch.setattr(triton_tiles, "_SAFE_PROGRAMS", 3)
     patch.setattr(triton_tiles, "_add_product", _add_product)
-    patch.setattr(kernels, "_reciprocal", _reciprocal)
-    patch.setattr(fused_kernels, "_fast_reciprocal", _reciprocal)
-    patch.setattr(fused_kernels, "_fast_log2", _log2)
+    for module in (kernels, fused_kernels):
+        patch.setattr(module, "fast_reciprocal", _reciprocal)
+        patch.setattr(module, "fast_log2", _log2)
     for module in (fused, one_rank):
         for name, small in (("LSE_TILE", (16, 32)), ("TILE", (16, 32)), ("TERMS", (2, 16, 16))):
             patch.setattr(module, name, small)
@@ -173,6 +173,13 @@ def test_sigmoid_tiles(shape, bias, length, dtype):
     got, want = both_tiles(shape, dtype, bias, length)
     assert_near(got.softplus(), want.softplus(), 2e-6)
     same_gradients((got, want), LossKind.SIGMOID, near=NEAR[dtype])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_sigmoid_hides_no_feature_that_is_not_finite(value):
+    q, k = (x.abs() for x in features(*SHAPES[0][:3], torch.float16, None))
+    q[3, 0] = value
+    assert not TritonTiles(q, k, torch.tensor(SCALE), bias=torch.tensor(BIAS)).softplus().isfinite()
 
 
 def test_row_dots_of_strided_rows():

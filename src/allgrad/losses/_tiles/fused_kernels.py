@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from allgrad.losses._tiles.kernel_math import LN2, LOG2E, fast_log2, fast_reciprocal, log2_1p
+
 __all__ = [
     "copy_inputs",
     "gradients",
@@ -25,8 +27,6 @@ __all__ = [
     "tile_lse",
 ]
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 # Sizes that change from batch to batch must not trigger a compilation, except whether the rows of
 # the matrix are aligned.
 _SIZES = (
@@ -41,32 +41,10 @@ _VECTORS = (
 
 
 @triton.jit
-def _fast_log2(x):
-    """Triton's own log2 is a polynomial, several times as long as all else that a score needs."""
-    return tl.inline_asm_elementwise(
-        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _fast_reciprocal(x):
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _log2_1p(x, log2_of_1p):
-    """log2(1 + x) for x from 0 to 1; 1 + x rounds a small x away, three terms of the series keep it."""
-    series = x * (1.0 - x * (0.5 - x * 0.3333333333)) * LOG2E
-    return tl.where(x < 0.01, series, log2_of_1p)
-
-
-@triton.jit
 def _softplus2(x):
     """log2(1 + 2^x)."""
     small = tl.exp2(-tl.abs(x))
-    return tl.maximum(x, 0.0) + _log2_1p(small, tl.log2(1.0 + small))
+    return tl.maximum(x, 0.0) + log2_1p(small, tl.log2(1.0 + small))
 
 
 @triton.jit
@@ -250,12 +228,12 @@ def sigmoid_weights(
         scores += tl.load(bias) * LOG2E
     scores = tl.where(is_pair, -scores, scores)
     small = tl.exp2(-tl.abs(scores))
-    terms = tl.maximum(scores, 0.0) + _log2_1p(small, _fast_log2(1.0 + small))
+    terms = tl.maximum(scores, 0.0) + log2_1p(small, fast_log2(1.0 + small))
     terms = tl.sum(tl.where(mask, terms, 0.0))
     part = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     tl.store(parts + part, terms * LN2 * mean_factor)
     if HAS_WEIGHTS:
-        weight = tl.where(scores >= 0, 1.0, small) * _fast_reciprocal(1.0 + small)
+        weight = tl.where(scores >= 0, 1.0, small) * fast_reciprocal(1.0 + small)
         weight = tl.where(mask, tl.where(is_pair, -weight, weight), 0.0)
         tl.store(weights + place, (weight * STORE_SCALE).to(weights.dtype.element_ty), mask=mask)
         count = tl.num_programs(0) * tl.num_programs(1)

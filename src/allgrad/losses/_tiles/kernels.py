@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from allgrad.losses._tiles.kernel_math import LOG2E, fast_log2, fast_reciprocal, log2_1p
+
 __all__ = [
     "add_rows",
     "combine_logs",
@@ -30,7 +32,8 @@ __all__ = [
     "write_scalars",
 ]
 
-LOG2E = tl.constexpr(1.4426950408889634)
+# Above, 1 + 2^score is 2^score in float32. Four factors of such scores do not overflow.
+MOST = tl.constexpr(24.0)
 # Sizes that change from batch to batch must not trigger a compilation.
 _SIZES = ("rows", "columns", "width", "first_pair", "count", "length")
 
@@ -229,13 +232,6 @@ def _product_minus_one(a, b):
     return a + b + a * b
 
 
-@triton.jit
-def _reciprocal(x):
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
 @triton.jit(do_not_specialize=_SIZES)
 def sigmoid_tile(
     q, k, scalars, pair_weights, softplus_parts, weight_parts, weights, rows, columns, width, first_pair,
@@ -244,7 +240,7 @@ def sigmoid_tile(
 ):  # fmt: skip
     """Sum log2(1 + exp(score)) over a tile without pairs; store the weights times STORE_SCALE, and their sum.
 
-    The sum of logs is computed as the log of a product, one for each 16 scores that a thread holds.
+    The logs of four scores are one log of a product. Of a score, what is above MOST is added apart.
     """
     num_pid_m = tl.cdiv(rows, BLOCK_M)
     pid_m, pid_n = tl.program_id(0) % num_pid_m, tl.program_id(0) // num_pid_m
@@ -258,14 +254,13 @@ def sigmoid_tile(
     if (pid_m * BLOCK_M + BLOCK_M > rows) | (pid_n * BLOCK_N + BLOCK_N > columns):
         tile += tl.where(offs_m < rows, 0.0, float("-inf"))[:, None]
         tile += tl.where(offs_n < columns, 0.0, float("-inf"))[None, :]
-    exp_neg = tl.exp2(-tl.abs(tile))
-    product = tl.reduce(tl.reshape(exp_neg, (BLOCK_M, BLOCK_N // 8, 8)), 1, _product_minus_one)
-    # 1 + x rounds a small x away; three terms of the series of log(1 + x) keep it.
-    series = product * (1.0 - product * (0.5 - product * 0.3333333333)) * LOG2E
-    logs = tl.where(product < 0.01, series, tl.log2(1.0 + product))
-    tl.store(softplus_parts + tl.program_id(0), tl.sum(logs) + tl.sum(tl.maximum(tile, 0.0)))
+    above = tl.sum(tl.maximum(tile - MOST, 0.0))
+    exp = tl.exp2(tl.minimum(tile, MOST, propagate_nan=tl.PropagateNan.ALL))
+    product = tl.reduce(tl.reshape(exp, (BLOCK_M, 4, BLOCK_N // 4)), 1, _product_minus_one)
+    logs = log2_1p(product, fast_log2(1.0 + product))
+    tl.store(softplus_parts + tl.program_id(0), tl.sum(logs) + above)
     if STORE_WEIGHTS:
-        tile = tl.where(tile < 0.0, exp_neg, 1.0) * _reciprocal(1.0 + exp_neg)
+        tile = exp * fast_reciprocal(1.0 + exp)
         if has_pairs:
             mask = (offs_m < rows) & (offs_m + first_pair < columns)
             at_pairs = tl.load(pair_weights + offs_m, mask=mask, other=0.0)

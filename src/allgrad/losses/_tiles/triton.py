@@ -81,7 +81,8 @@ class TritonTiles(Tiles):
 
     panel, sums_panel = 8192, 16384
     sums_config = TileConfig(128, 128, 64, 4, 2)
-    softmax_config = sigmoid_config = TileConfig(128, 128, 64, 4, 3)
+    softmax_config = TileConfig(128, 128, 64, 4, 3)
+    sigmoid_config = TileConfig(128, 128, 64, 8, 3)
     float32_configs = TileConfig(128, 128, 32, 4, 2), TileConfig(128, 128, 32, 4, 3)
 
     def __init__(

@@ -1,0 +1,34 @@
+"""Arithmetic that the Triton kernels share, to base 2."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["LN2", "LOG2E", "fast_log2", "fast_reciprocal", "log2_1p"]
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def fast_log2(x):
+    """Triton's own log2 is a polynomial, several times as long as all else that a score needs."""
+    return tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def fast_reciprocal(x):
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def log2_1p(x, log2_of_1p):
+    """log2(1 + x) for x from 0 on; 1 + x rounds a small x away, three terms of the series keep it."""
+    series = x * (1.0 - x * (0.5 - x * 0.3333333333)) * LOG2E
+    return tl.where(x < 0.01, series, log2_of_1p)
