@@ -104,6 +104,15 @@ def test_a_sparse_tensor_raises_on_all(rank, world):
 
 
 @pytest.mark.ranks(2)
+def test_a_sparse_tensor_after_a_call_without_it(rank, world):
+    """A call that was made before skips its checks."""
+    call = partial(clip_loss, X, scale=2.0, sizes="equal")
+    call(X)
+    with pytest.raises(TensorError, match="text no dense tensor"):
+        call(X.to_sparse())
+
+
+@pytest.mark.ranks(2)
 def test_all_tensors_of_one_rank_on_another_device_raise_on_all(rank, world):
     for call, good, _ in CALLS.values():
         given = [elsewhere(x) if rank and isinstance(x, torch.Tensor) else x for x in good]

@@ -1,5 +1,6 @@
 """grad_cache_step against the one big batch, with dropout replayed and one synchronisation."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -368,6 +369,45 @@ def test_statistics_of_batch_norm_move_once(rank, world):
     assert model.norm.num_batches_tracked.item() == len(batches)
     torch.testing.assert_close(model.norm.running_mean, plain.norm.running_mean, **NEAR)
     torch.testing.assert_close(model.norm.running_var, plain.norm.running_var, **NEAR)
+
+
+class Counting(Towers):
+    """With buffers that the first forward makes, and one that none changes, of one number in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", None)
+        self.register_buffer("ones", torch.ones(1, dtype=torch.float64).expand(4))
+
+    def forward(self, pair):
+        image, text, scale = super().forward(pair)
+        if self.calls is None:
+            self.register_buffer("rows", torch.zeros(()))
+        self.calls = torch.ones(()) if self.calls is None else self.calls + 1
+        self.rows += len(image)
+        return image * self.ones, text, scale
+
+
+@pytest.mark.ranks(2)
+def test_buffers_that_the_first_forward_makes_count_once(rank, world):
+    counts = ((3, 2, 4), (5,))[rank]
+    model = Counting()
+    grad_cache_step(model, pairs(counts, rank), clip_loss)
+    assert (model.calls, model.rows) == (len(counts), sum(counts))
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])
+def test_buffers_that_no_forward_changes_are_left_alone(mode):
+    """Another graph may need them in backward, and some cannot be written to."""
+    model = Towers()
+    with mode():
+        for name, buffer in (("ones", torch.ones(4)), ("two", torch.tensor([2.0]).expand(4))):
+            model.register_buffer(name, buffer.double())
+    given = torch.rand(3, 4, dtype=torch.float64, requires_grad=True)
+    other = sum((given * b.clone() * b for b in model.buffers() if not b.is_inference()), given)
+    grad_cache_step(model, pairs((2, 1), 0), clip_loss)
+    other.sum().backward()
+    assert given.grad.unique().tolist() == ([1.0] if mode is torch.inference_mode else [6.0])
 
 
 @pytest.mark.ranks(2)

@@ -134,6 +134,14 @@ def test_a_query_whose_positives_weigh_nothing_does_not_count():
     torch.testing.assert_close(want, others)
 
 
+def test_a_query_whose_positives_weigh_less_than_nothing_does_not_count():
+    q, k = features((4, 4), 1)
+    ids, weights = torch.arange(4) // 2, torch.tensor([-2.0, 1.0, 1.0, 2.0], dtype=torch.float64)
+    given = q, k, SCALE, ids, ids
+    want = reference.supcon(*given, key_weights=weights)
+    torch.testing.assert_close(supcon_loss(*given, key_weights=weights), want)
+
+
 def test_one_positive_for_each_query_is_siglip():
     (q,), (k,) = features((6,), 1), features((6,), 2)
     got = sigmoid_supcon_loss(q, k, SCALE, torch.arange(6), torch.arange(6), bias=BIAS)

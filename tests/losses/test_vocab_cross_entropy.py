@@ -228,8 +228,10 @@ def test_after_a_mistake_with_sizes_in_checked_mode_the_next_call_works(rank, wo
 def test_bad_input_raises_on_every_rank(rank, world):
     hidden, weight, bias, targets = tensors(9)
     weight, bias = weight.split(3)[rank], bias.split(3)[rank]
-    other = targets.clone()
+    other, balanced = targets.clone(), targets.clone()
     other[0, 0] = (targets[0, 0] + 1) % 9
+    balanced.view(-1)[:2] = torch.tensor([2, 0])
+    targets.view(-1)[:2] = torch.tensor([0, 1])  # times their places, of the same sum
     wrong = {
         "piece of the vocabulary is empty": (hidden, weight[:0], targets, None, PieceMismatch),
         "different numbers of rows": (hidden, weight, targets[:1], None, PieceMismatch),
@@ -240,6 +242,7 @@ def test_bad_input_raises_on_every_rank(rank, world):
         "floating-point": (hidden.long(), weight, targets, None, TensorError),
         "other shape of hidden": (hidden[:1], weight, targets[:1], None, PieceMismatch),
         "other targets": (hidden, weight, other, None, PieceMismatch),
+        "targets (": (hidden, weight, balanced, None, PieceMismatch),
         "other options": (hidden, weight, targets, bias, PieceMismatch),
     }
     for text, (*given, error) in wrong.items():

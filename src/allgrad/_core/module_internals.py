@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["active_ddp_module", "forwards_of", "kernel_inputs"]
+__all__ = ["active_ddp_module", "forwards_of", "kernel_inputs", "own_buffers"]
 
 
 def kernel_inputs(node: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -20,6 +20,11 @@ def forwards_of(layer: type[torch.nn.Module]) -> tuple[object, object]:
     Without it: a convolution that has another such method is taken for a plain one.
     """
     return layer.forward, getattr(layer, "_conv_forward", None)
+
+
+def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """A module's buffers by name, also those that are None. Without it: named_buffers, which leaves them out."""
+    return dict(module._buffers.items())
 
 
 def active_ddp_module() -> Any:

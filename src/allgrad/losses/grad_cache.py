@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from allgrad._core.module_internals import active_ddp_module
+from allgrad._core.module_internals import active_ddp_module, own_buffers
 from allgrad._wire import ended_ranks
 from allgrad._wire.calls import resolve
 from allgrad._wire.consistency import refuse
@@ -230,17 +230,28 @@ class _Buffers:
     """The buffers of modules as they were."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.kept = [
-            (owner, name, buffer, buffer.detach().clone())
-            for module in modules
-            for owner in module.modules()
-            for name, buffer in owner.named_buffers(recurse=False)
-        ]
+        owners = {owner: None for module in modules for owner in module.modules()}
+        self.named = [(owner, own_buffers(owner)) for owner in owners]
+        buffers = {id(b): b for _, named in self.named for b in named.values() if b is not None}
+        self.values = [(b, b.detach().clone()) for b in buffers.values() if _can_change(b)]
 
-    @torch.no_grad()
     def restore(self) -> None:
-        for owner, name, buffer, value in self.kept:
-            setattr(owner, name, buffer.copy_(value))
+        for owner, named in self.named:
+            for name in own_buffers(owner).keys() - named.keys():
+                delattr(owner, name)
+            for name, buffer in named.items():
+                setattr(owner, name, buffer)
+        for buffer, value in self.values:
+            # As data: a graph that needs this buffer need not know that it changed and is as it was.
+            buffer.data.copy_(value)
+
+
+def _can_change(buffer: Tensor) -> bool:
+    """Whether torch writes to it here: not to one of inference mode, or whose elements share memory."""
+    if buffer.is_inference() or buffer.layout is not torch.strided:
+        return not buffer.is_inference()
+    lengths = zip(buffer.shape, buffer.stride(), strict=True)
+    return not any(length > 1 and not stride for length, stride in lengths)
 
 
 class _Output:

@@ -98,7 +98,7 @@ def supcon(
     among = scores.masked_fill(~(positive | negative), -torch.inf)
     log_probabilities = scores - among.logsumexp(1, keepdim=True)
     losses = -_positive_mean(log_probabilities, positive, key_weights)
-    counted = (positive if key_weights is None else positive & (key_weights > 0)).any(1)
+    counted = (positive * (1 if key_weights is None else key_weights)).sum(1) > 0
     weight = torch.ones_like(losses) if query_weights is None else query_weights
     return (weight * losses)[counted].sum() / weight[counted].sum()
 

@@ -67,6 +67,16 @@ def test_another_value_on_one_rank_raises_on_every_rank(rank, world, name):
             raises_everywhere(InputError, call, "have the same bias", "7.5, bias -2.0   <- oth")
 
 
+@pytest.mark.parametrize("name", WITH_BIAS)
+@pytest.mark.ranks(2)
+def test_zeros_of_other_signs_are_the_same_number(rank, world, name):
+    query, key = (features(COUNTS, seed)[rank] for seed in (10, 20))
+    query, key = query[:1], key[:1]
+    options = {"sizes": (1, 1)} if "sizes" in name else {}
+    with ag.checked():
+        assert LOSSES[name](query, key, 7.5, bias=-0.0 if rank else 0.0, **options) > 0
+
+
 @pytest.mark.parametrize("name", [name for name in LOSSES if "sizes" not in name])
 @pytest.mark.ranks(2)
 def test_the_same_value_is_used_as_ever(rank, world, name):

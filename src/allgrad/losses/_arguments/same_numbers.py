@@ -39,8 +39,8 @@ def compared_numbers(
     if not consistency.is_checking() or in_vmap():
         return {}
     dtype = accumulator_dtype(features.dtype)
-    return {
-        name: None if x is None else float(number(x).detach().to(dtype))
+    return {  # 0.0 for -0.0 too
+        name: None if x is None else float(number(x).detach().to(dtype)) + 0.0
         for name, x in numbers.items()
     }
 

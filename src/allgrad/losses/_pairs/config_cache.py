@@ -38,7 +38,7 @@ def signature(
     for x in tensors:
         if x is not None and type(x) not in _PLAIN_TYPES:
             return None
-        parts.append(x if x is None else (x.shape, x.dtype, x.device))
+        parts.append(x if x is None else (x.shape, x.dtype, x.device, x.layout))
     return name, world, torch.is_grad_enabled(), hashable(sizes), *parts, *options
 
 
