@@ -12,6 +12,7 @@ from torch import Tensor
 from allgrad._autograd.transforms import in_lockstep
 from allgrad._core.torch_internals import dual_level, functorch_active, is_recorded, never_traced
 from allgrad.errors import ModeError
+from allgrad.losses._inference_tensors import of_autograd
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +43,7 @@ def in_graphs(loss: Callable[P, Tensor]) -> Callable[P, Tensor]:
                     f"{name}: make_fx and torch.func.linearize would record its kernels, and none of "
                     "its messages.\nUse torch.compile, or torch.func.jvp."
                 )
+            args, options = of_autograd(args, options)
             return loss(*args, **options)
         if functorch_active() or dual_level() >= 0 or in_lockstep() or _any_nested(args):
             from allgrad._autograd import graph_breaks
