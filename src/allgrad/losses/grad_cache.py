@@ -247,11 +247,13 @@ class _Buffers:
 
 
 def _can_change(buffer: Tensor) -> bool:
-    """Whether torch writes to it here: not to one of inference mode, or whose elements share memory."""
-    if buffer.is_inference() or buffer.layout is not torch.strided:
-        return not buffer.is_inference()
+    """Whether torch would write to it here: not if its elements share memory, or it is of inference mode."""
+    if buffer.is_inference():
+        return False
+    if buffer.layout is not torch.strided:
+        return True
     lengths = zip(buffer.shape, buffer.stride(), strict=True)
-    return not any(length > 1 and not stride for length, stride in lengths)
+    return all(stride or length <= 1 for length, stride in lengths)
 
 
 class _Output:

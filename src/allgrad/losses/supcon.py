@@ -69,9 +69,10 @@ def supcon_loss(
     number. ``exclude_self`` leaves out query i's own key i: ``supcon_loss(x, x, scale, labels,
     labels, exclude_self=True)`` is the loss of one set of samples.
 
-    ``query_weights`` weigh the queries in the result, ``key_weights`` the positives of a query (if these
-    add up to zero or less, it has no positive). A negative whose similarity, before the scale, is above the query's highest positive minus
-    ``margin`` counts as a false negative and is left out. ``queue`` adds the keys of earlier steps.
+    ``query_weights`` weigh the queries in the result, ``key_weights`` the positives of a query; positives
+    whose weights add up to zero or less are none. A negative whose similarity, before the scale, is above
+    the query's highest positive minus ``margin`` counts as a false negative and is left out. ``queue``
+    adds the keys of earlier steps.
 
     Gradient: exactly that of the joined batch, once the ranks' gradients are averaged
     (``grad_reduction="mean"``: DDP, FSDP) or summed (``"sum"``), of any order. A margin's choice of
