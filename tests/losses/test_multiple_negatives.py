@@ -7,7 +7,6 @@ import torch
 
 from allgrad.errors import InputError, PieceMismatch
 from allgrad.losses import KeyQueue, info_nce_loss, multiple_negatives_loss, reference
-from allgrad.losses._pairs import whole_pass
 from allgrad.losses._rows import recompute, relations
 from exactness import leaf, place, random
 from losses.kept_memory import largest_kept
@@ -90,17 +89,6 @@ def check_all(group):
 @pytest.mark.parametrize("where", ["no world", "2 ranks", "3 ranks", "4 ranks"])
 def test_equals_the_formula_with_two_derivatives(where):
     on(where, check_all)
-
-
-@pytest.mark.ranks(2)
-def test_a_rank_without_grad_mode_gets_the_value_too(rank, world, monkeypatch):
-    monkeypatch.setattr(whole_pass, "SMALL_UP_TO", 0)
-    (query,), (key,) = features((6,), rank), features((6,), 9 + rank)
-    want = multiple_negatives_loss(query, key, 5.0)
-    leaves = leaf(query), leaf(key)
-    with torch.set_grad_enabled(rank == 1):
-        got = multiple_negatives_loss(*leaves, 5.0)
-    torch.testing.assert_close(got.detach(), want)
 
 
 @pytest.mark.ranks(2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from allgrad.errors import InputError, ModeError, PieceMismatch, TensorError
-from allgrad.losses._arguments.agreement import CallSpec, agree_and, no_values, require
+from allgrad.losses._arguments.agreement import CallSpec, agree_and, grad_mode, no_values, require
 from allgrad.losses._arguments.feature_checks import (
     check_number,
     check_options,
@@ -147,6 +147,7 @@ def maxsim_loss(
         same = {
             "width": q.tokens.shape[1],
             "dtype": q.tokens.dtype,
+            **grad_mode(),
             "options": options_text(symmetric=bool(symmetric), grad_reduction=grad_reduction),
             **compared_numbers({"scale": scale}, q.tokens),
         }

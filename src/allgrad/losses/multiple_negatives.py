@@ -12,7 +12,7 @@ from torch import Tensor
 
 from allgrad._autograd.transforms import is_plain_autograd
 from allgrad.errors import InputError, PieceMismatch
-from allgrad.losses._arguments.agreement import CallSpec, agree_and, require
+from allgrad.losses._arguments.agreement import CallSpec, agree_and, grad_mode, require
 from allgrad.losses._arguments.feature_checks import (
     check_features,
     check_number,
@@ -105,6 +105,7 @@ def multiple_negatives_loss(
         same = {
             "width": query.shape[1],
             "dtype": query.dtype,
+            **grad_mode(),
             "options": options_text(
                 symmetric=bool(symmetric),
                 margin=plain_number(margin),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from allgrad.errors import InputError, PieceMismatch
-from allgrad.losses._arguments.agreement import CallSpec, agree_and, require
+from allgrad.losses._arguments.agreement import CallSpec, agree_and, grad_mode, require
 from allgrad.losses._arguments.feature_checks import (
     check_features,
     check_number,
@@ -183,6 +183,7 @@ def _several_positives(  # noqa: PLR0917
         same = {
             "width": query.shape[1],
             "dtype": query.dtype,
+            **grad_mode(),
             "options": options_text(
                 exclude_self=bool(relation.exclude_self),
                 margin=plain_number(relation.margin),

@@ -23,7 +23,7 @@ from allgrad.errors import (
     SizesError,
     TensorError,
 )
-from allgrad.losses._arguments.agreement import CallSpec, agree, require, unreadable
+from allgrad.losses._arguments.agreement import CallSpec, agree, grad_mode, require, unreadable
 from allgrad.losses._arguments.feature_checks import options_text, require_dense, require_device
 from allgrad.losses._arguments.mistakes_with_sums import gather_with_mistakes, sums_of_a_mistake
 from allgrad.losses._arguments.rank_args import FLOATING
@@ -128,6 +128,7 @@ def cross_entropy(
         same = {
             "shape of hidden": tuple(hidden.shape),
             "dtype": hidden.dtype,
+            **grad_mode(),
             "options": options_text(
                 bias=bias is not None,
                 ignore_index=ignore_index,

@@ -50,6 +50,7 @@ __all__ = [
     "agree_and",
     "exchange_texts",
     "gather_rows",
+    "grad_mode",
     "may_be_expected",
     "no_values",
     "require",
@@ -63,9 +64,10 @@ _ERRORS: tuple[type[AllgradError] | None, ...] = (
     *(None, InputError, TensorError),
     *(PieceMismatch, SizesError, ModeError),
 )
-_MAX_SAME, _MAX_COUNTS = 8, 8
+_MAX_SAME, _MAX_COUNTS = 9, 8
 _DIGEST_BYTES = 7
 _MOST_TEXT = 600
+_GRAD_MODE = "grad mode"
 
 
 class CallSpec(NamedTuple):
@@ -172,6 +174,11 @@ def agree_and(
     return run_agreed(name, agreed, group, partial(compute, agreed))
 
 
+def grad_mode() -> dict[str, str]:
+    """Compared in every loss: without grad mode on one rank, the others would wait in backward."""
+    return {_GRAD_MODE: f"grad mode is {'on' if torch.is_grad_enabled() else 'off'}"}
+
+
 def agree(
     name: str,
     arguments: Mapping[str, object],
@@ -219,7 +226,9 @@ def agree(
         is_wrong = any(row.error or row[:3] != rows[0][:3] for row in rows)
         if not is_wrong:
             return received, rows, []
-        more = [str(spec.same[x]) for x in ("options", "queue") if _differ(rows, labels, x)]
+        more = [
+            str(spec.same[x]) for x in ("options", "queue", _GRAD_MODE) if _differ(rows, labels, x)
+        ]
         text = f"{problem or chr(10)}\n{', '.join([shown, *more])}"
         return received, rows, exchange_texts(text, group, device)
 

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from allgrad.errors import InputError, PieceMismatch, TensorError
+from allgrad.losses._arguments.rank_args import GradNeeds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -142,6 +143,16 @@ def _bad_scalar(args: RankArgs, _: RankArgs) -> str | None:
     return None
 
 
+def _grad_mode(args: RankArgs) -> bool:
+    return GradNeeds.MODE in args.needs
+
+
+def _other_grad_mode(args: RankArgs, model: RankArgs) -> str | None:
+    if _grad_mode(args) == _grad_mode(model):
+        return None
+    return f"grad mode is {'on' if _grad_mode(args) else 'off'}"
+
+
 def _given(args: RankArgs) -> tuple[bool, ...]:
     return tuple(spec.given != "none" for spec in args.scalars)
 
@@ -157,6 +168,13 @@ _RULES = (
         _other_call,
         "Call the same loss with the same options on every rank.",
         _options,
+    ),
+    Rule(
+        InputError,
+        "all ranks must have grad mode on, or all have it off.",
+        _other_grad_mode,
+        "Use torch.no_grad() or inference_mode() on every rank or on none: the others would wait in backward.",
+        _grad_mode,
     ),
     Rule(
         TensorError,

@@ -36,10 +36,11 @@ _DEVICES = ("", "cpu", "cuda", "meta", "xpu", "mps", "hpu")  # types; "" is any 
 
 
 class GradNeeds(IntFlag):
-    """Which gradients are needed."""
+    """Which gradients are needed, and whether grad mode is on at all."""
 
     KEYS = 1
     ANY = 2
+    MODE = 4
 
 
 def grad_needs(features: Sequence[object], scalars: Sequence[object]) -> GradNeeds:
@@ -51,8 +52,9 @@ def grad_needs(features: Sequence[object], scalars: Sequence[object]) -> GradNee
     if not torch.is_grad_enabled():
         return GradNeeds(0)
     if any_needed(features[1:]):
-        return GradNeeds.KEYS | GradNeeds.ANY
-    return GradNeeds.ANY if any_needed([*features[:1], *scalars]) else GradNeeds(0)
+        return GradNeeds.MODE | GradNeeds.KEYS | GradNeeds.ANY
+    of_others = any_needed([*features[:1], *scalars])
+    return GradNeeds.MODE | GradNeeds.ANY if of_others else GradNeeds.MODE
 
 
 class TensorSpec(NamedTuple):
@@ -160,7 +162,7 @@ class RankArgs:
         message = Reader(words, "pairs", sender)
         kind = message.choice(_KINDS)
         options = message.number(0, (1 << 8 * OPTIONS_BYTES) - 1)
-        needs = GradNeeds(message.number(0, int(GradNeeds.KEYS | GradNeeds.ANY)))
+        needs = GradNeeds(message.number(0, int(~GradNeeds(0))))
         if kind is not self.kind:
             return RankArgs(kind, options, needs, (), ())
         features = tuple(TensorSpec.read(spec.name, message) for spec in self.features)
