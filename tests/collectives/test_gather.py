@@ -135,3 +135,9 @@ def test_a_tensor_off_src_may_have_any_shape_and_dtype(rank, world):
 def test_ranks_may_hold_other_nests_when_src_cuts_a_tensor(rank, world):
     x = random((4,), 5) if rank == 0 else {"a": torch.zeros(2), "b": torch.zeros(1)}
     assert torch.equal(ag.scatter(x), random((4,), 5).tensor_split(3)[rank])
+
+
+@pytest.mark.ranks(3)
+def test_scatter_of_an_empty_batch_of_vmap(rank, world):
+    x = torch.zeros(0, 2, 6)
+    assert torch.func.vmap(lambda x: ag.scatter(x, 1, -1))(x).shape == (0, 2, 2)

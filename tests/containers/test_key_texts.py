@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import decimal
 import enum
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 
 from allgrad.containers import split_tensors
+from allgrad.errors import InputError
 
 
 class Pair(NamedTuple):
@@ -72,3 +75,41 @@ def test_a_name_shows_the_members_of_a_set_in_one_order() -> None:
     key = frozenset("hgfedcba")  # its repr goes by hashes, which each process makes for itself
     names = split_tensors({key: Pair(1, torch.ones(2))})[1].names()
     assert names == ["x[{'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'}].right"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    name: str
+    shown: int = dataclasses.field(default=0, compare=False)
+
+
+class Named:
+    """Compared by value, without an order and without a text."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Named) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+def test_dataclasses_go_by_the_fields_that_they_are_compared_by() -> None:
+    x, y = torch.ones(1), torch.ones(2)
+    for nest in ({Key("a"): x, Key("b"): y}, {Key("b", 1): y, Key("a", 2): x}):
+        found, frame = split_tensors(nest)
+        assert [id(tensor) for tensor in found] == [id(x), id(y)]
+        assert frame.keys() == "[Key('a')], [Key('b')]"
+
+
+def test_keys_that_no_text_tells_apart_are_refused_unless_they_are_compared_by_identity() -> None:
+    x, y = torch.ones(1), torch.ones(2)
+    for one, two in ((Named("a"), Named("b")), ((Named("a"), 1), (Named("b"), 1))):
+        with pytest.raises(InputError, match="could not tell which of theirs"):
+            split_tensors({one: x, two: y})[1].keys()
+        assert split_tensors({one: [x, y]})[0] == [x, y]
+    layers = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    for one, two in (layers, (object(), object())):
+        assert [id(tensor) for tensor in split_tensors({one: y, two: x})[0]] == [id(y), id(x)]

@@ -1,11 +1,21 @@
 """Optimizers: state tensors by the parameter's number, and the settings of groups."""
 
+import enum
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from allgrad.module_state import StateMismatch, compare, sync, verify
+
+
+class Kind(enum.StrEnum):
+    A, B = "a", "b"
+
+
+class Level(enum.IntEnum):
+    LOW, MIDDLE, HIGH = range(3)
 
 
 def trained(rank, make, steps=1, **settings):
@@ -122,7 +132,11 @@ def test_numbers_of_python_and_numpy_with_the_same_range_are_the_same(rank):
 def test_objects_that_are_no_settings_stay_each_ranks_own(rank):
     _, optimizer = trained(rank, torch.optim.SGD)
     group = optimizer.param_groups[0]
-    group["extra"] = [complex(rank), np.datetime64("2020-01-01") + rank, torch.float32]
+    others = (
+        Kind.A if rank else Kind.B,
+        Level(rank),
+    )  # texts and numbers, of a type that sync cannot make
+    group["extra"] = [complex(rank), np.datetime64("2020-01-01") + rank, torch.float32, *others]
     own = list(group["extra"])
     sync(optimizer)
     assert group["lr"] == 0.1

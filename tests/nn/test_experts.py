@@ -188,6 +188,10 @@ def test_forward_mode_and_func(rank, world):
     with forward_ad.dual_level():
         dual = there_and_back(forward_ad.make_dual(x, t))
         torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, x.cos() * t * came)
+    batch = torch.func.vmap(there_and_back)(torch.stack([x, t]))
+    torch.testing.assert_close(batch, torch.stack([x.sin(), t.sin()]) * came)
+    batch = torch.func.vmap(torch.func.grad(lambda x: there_and_back(x).sum()))(x[None])
+    torch.testing.assert_close(batch, (x.cos() * came)[None])
 
 
 @pytest.mark.ranks(2)

@@ -211,6 +211,20 @@ def test_dilated_conv():
     on("3 ranks", convolve, "equal", 1, -1, {"kernel_size": 3, "dilation": 2, "padding": 2})
 
 
+@pytest.mark.ranks(3)
+def test_batches_of_torch_vmap(rank, world):
+    """The ranks tell each other their sizes once for the whole batch."""
+    rows = (2, 0, 3)[rank]
+    x = random((4, rows, 2), rank)
+    conv = HaloConv1d(2, 2, 3, padding=1).double()
+    for layer in (lambda x: halo_exchange(x, 0, 1, 1), lambda x: conv(x.T[None])):
+        want = torch.stack([layer(one) for one in x])
+        close(torch.func.vmap(layer)(x), want, "the batch")
+        with Counted() as calls:
+            torch.func.vmap(layer)(x)
+        assert len(calls) < 6
+
+
 @pytest.mark.ranks(2)
 def test_compiled_without_graph_breaks(rank, world):
     torch.manual_seed(1)

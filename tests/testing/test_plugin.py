@@ -107,6 +107,16 @@ def test_marked():
     raise ValueError
 
 @pytest.mark.ranks(2)
+@pytest.mark.xfail(raises=(ValueError, KeyError), strict=True)
+def test_marked_with_what_it_raises(rank):
+    raise KeyError if rank else ValueError
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(raises=ValueError)
+def test_one_rank_raises_another_error(rank):
+    raise KeyError if rank else ValueError
+
+@pytest.mark.ranks(2)
 def test_raises():
     with pytest.raises(ZeroDivisionError, match="division"):
         1 / 0
@@ -118,7 +128,7 @@ def test_one_rank_skips(rank):
     dist.all_reduce(torch.ones(1))
 """,
     )
-    result.assert_outcomes(passed=1, skipped=1, xfailed=2, failed=1)
+    result.assert_outcomes(passed=1, skipped=1, xfailed=3, failed=2)
     result.stdout.fnmatch_lines(
         [
             "rank 1 of 2 failed:",

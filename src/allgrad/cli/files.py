@@ -20,3 +20,11 @@ def require_directory(path: Path | None, option: str) -> None:
         raise typer.BadParameter(f"There is no directory {path.parent}.", param_hint=option)
     if path.is_dir():
         raise typer.BadParameter(f"{path} is a directory.\nName a file.", param_hint=option)
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        text = f"{path} cannot be written: {error.strerror}."
+        raise typer.BadParameter(text, param_hint=option) from None
+    if is_new:
+        path.unlink()

@@ -279,7 +279,9 @@ def _ignored(call: Call, leaves: Leaves, told: RankArgs) -> Leaves:
 
 def _empty_like(x: Tensor, device: str, dtype: torch.dtype | None) -> Tensor:
     """No elements of ``x``, moved if src's tensors are on another type of device."""
-    nothing = x.reshape(-1)[:0].to(dtype)
+    nothing = x.reshape(x.numel())[:0].to(
+        dtype
+    )  # -1 would be ambiguous in an empty batch of torch.vmap
     return nothing if device in {"", x.device.type} else nothing.to(device)
 
 

@@ -6,12 +6,16 @@ between ranks that hold the same key.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+from itertools import pairwise
 from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
+
+from allgrad.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,6 +35,9 @@ def keys_and_order(
     if all(isinstance(key, (str, int, float)) for at in positions for key in paths[at]):
         return ", ".join(texts), None
     ordered = sorted(zip(texts, positions, strict=True), key=lambda pair: pair[0])
+    for (text, one), (next_text, other) in pairwise(ordered):
+        if text == next_text:
+            _require_identities(paths[one], paths[other], text)
     return ", ".join([text for text, _ in ordered]), tuple([at for _, at in ordered])
 
 
@@ -64,7 +71,27 @@ def _key_text(key: Any, other_text: Callable[[object], str]) -> str:
         return str(key)
     if isinstance(key, type):
         return f"type {key.__qualname__}"
+    if dataclasses.is_dataclass(key) and type(key).__hash__ is not object.__hash__:
+        fields = [getattr(key, field.name) for field in dataclasses.fields(key) if field.compare]
+        return f"{type(key).__qualname__}{_key_text(tuple(fields), other_text)}"
     return other_text(key)
+
+
+def _require_identities(path: Sequence[object], other: Sequence[object], text: str) -> None:
+    """Keys of one text stay in the order of insertion, which is all that objects compared by identity have."""
+    for one, another in zip(path, other, strict=False):
+        if one is not another and not _is_compared_by_identity(one):
+            raise InputError(
+                f"a nest has two tensors under keys that are both {text} as a text, {one!r} and {another!r}: the "
+                "ranks could not tell which of theirs is which.\nUse keys that are text, numbers, enum members, "
+                "dataclasses, or tuples of these."
+            )
+
+
+def _is_compared_by_identity(key: object) -> bool:
+    if isinstance(key, (tuple, frozenset)):
+        return all(map(_is_compared_by_identity, key))
+    return type(key).__hash__ in {object.__hash__, torch.Tensor.__hash__}
 
 
 def _number_text(number: Any, other_text: Callable[[object], str]) -> str:

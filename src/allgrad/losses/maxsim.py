@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from allgrad._autograd.below_transforms import below_transforms
 from allgrad.errors import InputError, ModeError, PieceMismatch, TensorError
 from allgrad.losses._arguments.agreement import CallSpec, agree_and, grad_mode, no_values, require
 from allgrad.losses._arguments.feature_checks import (
@@ -21,7 +22,6 @@ from allgrad.losses._arguments.feature_checks import (
 from allgrad.losses._arguments.packed import Packing, Part
 from allgrad.losses._arguments.rank_args import FLOATING
 from allgrad.losses._arguments.same_numbers import compared_numbers
-from allgrad.losses._below_transforms import below_transforms
 from allgrad.losses._computed_on import computed_on
 from allgrad.losses._graphs.in_graphs import in_graphs
 from allgrad.losses._rows.global_mean import GlobalMean

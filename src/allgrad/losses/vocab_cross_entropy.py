@@ -10,6 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from allgrad._autograd.below_transforms import in_vmap
 from allgrad._wire import consistency, ended_ranks
 from allgrad._wire.calls import resolve
 from allgrad.collectives._sizes import given_sizes
@@ -28,7 +29,6 @@ from allgrad.losses._arguments.feature_checks import options_text, require_dense
 from allgrad.losses._arguments.mistakes_with_sums import gather_with_mistakes, sums_of_a_mistake
 from allgrad.losses._arguments.rank_args import FLOATING
 from allgrad.losses._arguments.same_numbers import require_alike
-from allgrad.losses._below_transforms import in_vmap
 from allgrad.losses._graphs.in_graphs import in_graphs
 from allgrad.losses._rows.recompute import recomputed
 from allgrad.losses._rows.row_losses import logsumexp, parts_of

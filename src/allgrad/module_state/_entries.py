@@ -7,6 +7,7 @@ dict        its keys
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -142,7 +143,8 @@ def is_numpy_number(value: object) -> bool:
 def _entry(name: str, value: object) -> Entry:
     if isinstance(value, Tensor):
         return Entry(name, "tensor", value)
-    if value is None or isinstance(value, (int, float, str)) or is_numpy_number(value):
+    is_plain = isinstance(value, (int, float, str)) and not isinstance(value, enum.Enum)
+    if value is None or is_plain or is_numpy_number(value):
         return Entry(name, "setting", value)
     return Entry(name, "object", value)
 

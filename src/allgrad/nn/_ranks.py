@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from allgrad._autograd.below_transforms import below_transforms
 from allgrad._core.module_internals import forwards_of
 from allgrad._wire import consistency
 from allgrad._wire.groups import find_group
@@ -123,9 +124,13 @@ def gather_numbers(
             f"{call}: under torch.compile the ranks cannot tell each other their sizes.\n"
             "Give sizes=, what each rank holds."
         )
-    row = torch.tensor([list(facts)], dtype=torch.int64, device=x.device)
-    rows = all_gather(row, sizes="equal", group=group, grad="none").tolist()
-    return [tuple(found) for found in rows]
+
+    def gathered() -> list[list[int]]:
+        row = torch.tensor([list(facts)], dtype=torch.int64, device=x.device)
+        rows: list[list[int]] = all_gather(row, sizes="equal", group=group, grad="none").tolist()
+        return rows
+
+    return [tuple(found) for found in below_transforms(gathered)]
 
 
 def feature_sizes(

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from allgrad._autograd.below_transforms import below_transforms
 from allgrad._autograd.transforms import is_plain_autograd
+from allgrad._core.torch_internals import functorch_active
 from allgrad._wire import primitives as wire
 from allgrad._wire.codec import DTYPES
 from allgrad.collectives.all_to_all import all_to_all
@@ -156,14 +158,26 @@ def exchange_counts(  # noqa: PLR0917
     if call.size == 1:
         rows = row[None].cpu()
     else:
-        # Few words: with fewer cores than ranks they go by way of a root, else in one step.
-        copies = row.expand(call.size, -1)
-        rows = all_to_all(copies, send_sizes="equal", group=group, grad="none").cpu()
+        rows = _rows_of_all(call, row, group)
     words = len(_Facts._fields)
     _require_fitting([_Facts._make(row) for row in rows[:, :words].tolist()], number)
     # Not by Tensor.numpy, which there is none of inside torch.func (test_forward_mode_and_func).
     table: Counts = np.array(rows[:, words:].tolist(), np.int64).reshape(call.size, number)
     return table, None
+
+
+def _rows_of_all(call: Call, row: Tensor, group: GroupLike) -> Tensor:
+    """Each rank's row. Inside torch.func by way of the host: there, a result would be one of the transform."""
+
+    def exchanged(row: Tensor) -> Tensor:
+        # Few words: with fewer cores than ranks they go by way of a root, else in one step.
+        copies = row.expand(call.size, -1)
+        return all_to_all(copies, send_sizes="equal", group=group, grad="none").cpu()
+
+    if not functorch_active():
+        return exchanged(row)
+    words, device = row.tolist(), row.device
+    return below_transforms(lambda: exchanged(torch.tensor(words, device=device)))
 
 
 def _rows_by_rank(

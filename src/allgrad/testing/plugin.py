@@ -127,7 +127,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         except CannotShip as error:
             raise pytest.fail.Exception(_unpicklable(values, error), pytrace=False) from None
         except RankFailed as failure:
-            _raise_outcome(failure)
+            _raise_outcome(pyfuncitem, failure)
             raise
     return True
 
@@ -182,8 +182,8 @@ def _on_rank(body: Callable[..., object], values: dict[str, object]) -> None:
                 value.undo()
 
 
-def _raise_outcome(failure: RankFailed) -> None:
-    """Skip or xfail, if every rank does."""
+def _raise_outcome(item: pytest.Function, failure: RankFailed) -> None:
+    """Skip or xfail, if every rank does, or raise what ``xfail(raises=...)`` expects of every rank."""
     outcomes = [error.exception for error in failure.failures.values()]
     if len(outcomes) < failure.world:
         return
@@ -192,6 +192,11 @@ def _raise_outcome(failure: RankFailed) -> None:
         raise pytest.skip.Exception(str(failure.root.exception), _use_item_location=True)
     if all(isinstance(outcome, pytest.xfail.Exception) for outcome in outcomes):
         pytest.xfail(str(failure.root.exception))
+    for mark in item.iter_markers("xfail"):
+        expected = mark.kwargs.get("raises")
+        root = failure.root.exception
+        if expected and root and all(isinstance(outcome, expected) for outcome in outcomes):
+            raise root from failure
 
 
 def _local_modules(item: pytest.Function) -> set[ModuleType]:

@@ -71,6 +71,7 @@ def test_a_narrow_terminal_shows_every_name_and_number(columns):
         (("--latency", "nan us"), "not a quantity"),
         (("--links", "nowhere.json"), "no table of links"),
         (("--json", "nowhere/plan.json"), "no directory"),
+        (("--json", "/proc/plan.json"), "cannot be written"),
         (("--cores", "0"), "--cores"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from allgrad._autograd.below_transforms import batch_sizes, below_transforms, in_vmap
 from allgrad._autograd.transforms import in_lockstep, is_plain_autograd
 from allgrad._core.torch_internals import in_selective_checkpoint
 from allgrad._wire.calls import are_described, resolve
@@ -35,7 +36,6 @@ from allgrad.errors import (
 )
 from allgrad.losses._arguments.expected_calls import Changed, as_expected, history_of
 from allgrad.losses._arguments.rank_args import ROW_WORDS
-from allgrad.losses._below_transforms import batch_sizes, below_transforms, in_vmap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

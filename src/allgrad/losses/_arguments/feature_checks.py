@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, overload
 import torch
 from torch import Tensor
 
+from allgrad._autograd.below_transforms import in_vmap
 from allgrad._core.dtensor import is_dtensor
 from allgrad.errors import InputError, PieceMismatch, TensorError
 from allgrad.losses._arguments.agreement import require
 from allgrad.losses._arguments.rank_args import FLOATING
-from allgrad.losses._below_transforms import in_vmap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

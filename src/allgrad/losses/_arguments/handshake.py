@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from allgrad._autograd.below_transforms import below_transforms, in_vmap
 from allgrad._wire.calls import resolve
 from allgrad._wire.consistency import refuse
 from allgrad.collectives._sizes import given_sizes
@@ -31,7 +32,6 @@ from allgrad.losses._arguments.agreement import (
 from allgrad.losses._arguments.argument_rules import check_args, require_pairs
 from allgrad.losses._arguments.expected_calls import as_expected, history_of
 from allgrad.losses._arguments.rank_args import OPTIONS_BYTES, GradNeeds, RankArgs, TensorSpec
-from allgrad.losses._below_transforms import below_transforms, in_vmap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from allgrad._autograd.below_transforms import below_transforms
 from allgrad.collectives.all_gather import all_gather
 from allgrad.losses._arguments.expected_calls import Payload
-from allgrad.losses._below_transforms import below_transforms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from allgrad._autograd.below_transforms import in_vmap
 from allgrad._wire import consistency
 from allgrad._wire.calls import resolve
 from allgrad._wire.codec import Reader, Writer
 from allgrad.collectives.all_gather import all_gather
 from allgrad.errors import InputError, rank_table
 from allgrad.losses._arguments.feature_checks import number
-from allgrad.losses._below_transforms import in_vmap
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:

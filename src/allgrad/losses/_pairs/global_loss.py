@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from allgrad._autograd.below_transforms import batch_sizes, in_vmap
 from allgrad._wire.calls import resolve
 from allgrad._wire.consistency import refuse
 from allgrad.errors import InputError
@@ -17,7 +18,6 @@ from allgrad.losses._arguments.feature_checks import number, plain_number
 from allgrad.losses._arguments.handshake import exchange_args
 from allgrad.losses._arguments.rank_args import GradNeeds, grad_needs
 from allgrad.losses._arguments.same_numbers import require_same_numbers
-from allgrad.losses._below_transforms import batch_sizes, in_vmap
 from allgrad.losses._computed_on import computed_on
 from allgrad.losses._pairs.alone_on_cuda import loss_of_one_rank
 from allgrad.losses._pairs.config import LossConfig

@@ -1,4 +1,4 @@
-"""What a loss computes of plain numbers, below every transform of torch.func.
+"""What is computed of plain numbers, below every transform of torch.func.
 
 A message of counts or lengths is the same for the whole batch of a vmap. Inside the transform a gather
 would give it a batch, and nobody could read it.
