@@ -63,6 +63,8 @@ def test_a_step_that_raises_is_shown_once():
         ("no_module_of_this_name:f", "No module named"),
         ("own_training:number", "returned int"),
         ("own_training:misspelt", "'wraper'"),
+        ("os:path", "is no function"),
+        ("json:dumps", "needs arguments: obj"),
     ],
 )
 def test_bad_targets_are_named(target, words):

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -266,9 +267,16 @@ def test_an_argument_that_cannot_travel_raises_here() -> None:
         run_ranks(id, 2, (x for x in "ab"))
 
 
-def test_an_empty_world_is_refused() -> None:
+@pytest.mark.parametrize("given", [0, 1.5, "2"])
+def test_what_is_no_world_is_refused(given: Any) -> None:
     with pytest.raises(InputError, match="at least one rank"):
-        run_ranks(who, 0)
+        run_ranks(who, given)
+
+
+@pytest.mark.parametrize("timeout", [0, float("inf"), float("nan"), None])
+def test_what_is_no_timeout_is_refused(timeout: Any) -> None:
+    with pytest.raises(InputError, match="no seconds from 0"):
+        run_ranks(who, 1, timeout=timeout)
 
 
 def test_an_unknown_backend_is_shown() -> None:

@@ -74,9 +74,22 @@ def _arguments(target: str) -> dict[str, Any]:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise typer.BadParameter(str(error), param_hint="target") from error
+    if not callable(found):
+        raise typer.BadParameter(f"{target} is no function.", param_hint="target")
+    needed = [name for name, p in inspect.signature(found).parameters.items() if _is_needed(p)]
+    if needed:
+        raise typer.BadParameter(
+            f"{target} needs arguments: {', '.join(needed)}.\nName a function that takes none.",
+            param_hint="target",
+        )
     arguments = found()
     if not isinstance(arguments, dict):
         raise typer.BadParameter(
             f"{target} returned {type(arguments).__name__}, not a dict.", param_hint="target"
         )
     return arguments
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return parameter.default is inspect.Parameter.empty and parameter.kind not in several

@@ -23,6 +23,7 @@ __all__ = ["run_in", "run_ranks"]
 T = TypeVar("T")
 
 _GRACE = 2.0  # seconds in which the other ranks may notice that one has failed
+_LONGEST = 1_000_000  # seconds; a wait takes no infinite number of them
 _lock = threading.Lock()
 _pools: dict[int, Pool] = {}  # by process id: a forked child has no workers yet
 
@@ -45,8 +46,13 @@ def run_ranks(
     Cost: milliseconds, since the processes are kept. The first call starts them; a call with
     another ``world`` or ``backend`` reconnects them, in tens of milliseconds.
     """
-    if world < 1:
-        raise InputError(f"run_ranks: a world has at least one rank, not {world}.")
+    if not isinstance(world, int) or world < 1:
+        raise InputError(f"run_ranks: a world has at least one rank, not {world!r}.")
+    if not isinstance(timeout, (int, float)) or not 0 < timeout <= _LONGEST:
+        raise InputError(
+            f"run_ranks: timeout={timeout!r} are no seconds from 0 to {_LONGEST:,}.\n"
+            "Give the seconds after which ranks that are not done are stuck."
+        )
     with _lock:
         return run_in(_pool(), fn, world, args, backend, timeout)
 
