@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import datetime as dt
 import decimal
 import enum
+import fractions
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,12 +106,22 @@ def test_dataclasses_go_by_the_fields_that_they_are_compared_by() -> None:
         assert frame.keys() == "[Key('a')], [Key('b')]"
 
 
-def test_keys_that_no_text_tells_apart_are_refused_unless_they_are_compared_by_identity() -> None:
+def test_keys_without_a_text_and_an_order_are_refused_unless_they_are_compared_by_identity() -> (
+    None
+):
     x, y = torch.ones(1), torch.ones(2)
     for one, two in ((Named("a"), Named("b")), ((Named("a"), 1), (Named("b"), 1))):
         with pytest.raises(InputError, match="could not tell which of theirs"):
             split_tensors({one: x, two: y})[1].keys()
         assert split_tensors({one: [x, y]})[0] == [x, y]
+    # These have an order, but no text.
+    dates, thirds = (
+        [dt.date(2020, 1, n) for n in (1, 2)],
+        [fractions.Fraction(n, 3) for n in (1, 2)],
+    )
+    for one, two in (dates, thirds):
+        for nest in ({one: x, two: y}, {two: y, one: x}):
+            assert [id(tensor) for tensor in split_tensors(nest)[0]] == [id(x), id(y)]
     layers = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     for one, two in (layers, (object(), object())):
         assert [id(tensor) for tensor in split_tensors({one: y, two: x})[0]] == [id(y), id(x)]

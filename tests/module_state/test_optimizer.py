@@ -132,10 +132,8 @@ def test_numbers_of_python_and_numpy_with_the_same_range_are_the_same(rank):
 def test_objects_that_are_no_settings_stay_each_ranks_own(rank):
     _, optimizer = trained(rank, torch.optim.SGD)
     group = optimizer.param_groups[0]
-    others = (
-        Kind.A if rank else Kind.B,
-        Level(rank),
-    )  # texts and numbers, of a type that sync cannot make
+    # Texts and numbers too, of a type that sync cannot make.
+    others = Kind.A if rank else Kind.B, Level(rank)
     group["extra"] = [complex(rank), np.datetime64("2020-01-01") + rank, torch.float32, *others]
     own = list(group["extra"])
     sync(optimizer)

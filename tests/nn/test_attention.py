@@ -391,3 +391,11 @@ def test_alone_nothing_outlives_the_graph():
         del q, y
         assert seen() is None
         gc.enable()
+
+
+@pytest.mark.parametrize("attention", [ring_attention, gathered_attention])
+@pytest.mark.ranks(3)
+def test_batches_of_torch_vmap(rank, world, attention):
+    q, k, v = (random((2, 1, 2, (2, 1, 3)[rank], 4), rank + seed) for seed in (1, 4, 7))
+    want = torch.stack([attention(*one) for one in zip(q, k, v, strict=True)])
+    close(torch.func.vmap(attention)(q, k, v), want, "the batch")

@@ -213,7 +213,7 @@ def test_dilated_conv():
 
 @pytest.mark.ranks(3)
 def test_batches_of_torch_vmap(rank, world):
-    """The ranks tell each other their sizes once for the whole batch."""
+    """The ranks tell each other their sizes, once for the whole batch."""
     rows = (2, 0, 3)[rank]
     x = random((4, rows, 2), rank)
     conv = HaloConv1d(2, 2, 3, padding=1).double()

@@ -9,10 +9,10 @@ import typer
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["require_directory"]
+__all__ = ["require_writable"]
 
 
-def require_directory(path: Path | None, option: str) -> None:
+def require_writable(path: Path | None, option: str) -> None:
     """Refuse a file of ``option`` that cannot be written there."""
     if path is None:
         return
@@ -21,6 +21,8 @@ def require_directory(path: Path | None, option: str) -> None:
     if path.is_dir():
         raise typer.BadParameter(f"{path} is a directory.\nName a file.", param_hint=option)
     is_new = not path.exists()
+    if not is_new and not path.is_file():
+        return  # a pipe: whoever reads it would see its end
     try:
         path.open("ab").close()
     except OSError as error:

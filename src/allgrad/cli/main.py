@@ -13,7 +13,7 @@ import typer
 from allgrad._core.version import __version__
 from allgrad.cli.bench.command import bench
 from allgrad.cli.doctor.command import doctor
-from allgrad.cli.files import require_directory
+from allgrad.cli.files import require_writable
 from allgrad.cli.parity import parity
 from allgrad.cli.plan.command import plan
 from allgrad.cli.report import report
@@ -103,7 +103,7 @@ def demo(
         raise typer.BadParameter(
             f"nccl needs a GPU for each of {size} ranks; there are {found}.", param_hint="--backend"
         )
-    require_directory(out, "--out")
+    require_writable(out, "--out")
     device = "cuda" if backend is Backend.NCCL else "cpu"
     config = TrainingConfig(loss.value, steps, size, device)
     if not demo_command.run(config, backend=backend.value, out=out):

@@ -279,9 +279,8 @@ def _ignored(call: Call, leaves: Leaves, told: RankArgs) -> Leaves:
 
 def _empty_like(x: Tensor, device: str, dtype: torch.dtype | None) -> Tensor:
     """No elements of ``x``, moved if src's tensors are on another type of device."""
-    nothing = x.reshape(x.numel())[:0].to(
-        dtype
-    )  # -1 would be ambiguous in an empty batch of torch.vmap
+    # By its length: in an empty batch of torch.vmap, -1 could be anything.
+    nothing = x.reshape(x.numel())[:0].to(dtype)
     return nothing if device in {"", x.device.type} else nothing.to(device)
 
 

@@ -37,7 +37,7 @@ def keys_and_order(
     ordered = sorted(zip(texts, positions, strict=True), key=lambda pair: pair[0])
     for (text, one), (next_text, other) in pairwise(ordered):
         if text == next_text:
-            _require_identities(paths[one], paths[other], text)
+            _require_order(paths[one], paths[other], text)
     return ", ".join([text for text, _ in ordered]), tuple([at for _, at in ordered])
 
 
@@ -77,10 +77,13 @@ def _key_text(key: Any, other_text: Callable[[object], str]) -> str:
     return other_text(key)
 
 
-def _require_identities(path: Sequence[object], other: Sequence[object], text: str) -> None:
-    """Keys of one text stay in the order of insertion, which is all that objects compared by identity have."""
+def _require_order(path: Sequence[object], other: Sequence[object], text: str) -> None:
+    """Keys of one text stay in optree's order: sorted, or else that of insertion.
+
+    The second is all that objects compared by identity have. Of others it may differ between ranks.
+    """
     for one, another in zip(path, other, strict=False):
-        if one is not another and not _is_compared_by_identity(one):
+        if one is not another and not (_is_compared_by_identity(one) or _is_sorted(one, another)):
             raise InputError(
                 f"a nest has two tensors under keys that are both {text} as a text, {one!r} and {another!r}: the "
                 "ranks could not tell which of theirs is which.\nUse keys that are text, numbers, enum members, "
@@ -92,6 +95,13 @@ def _is_compared_by_identity(key: object) -> bool:
     if isinstance(key, (tuple, frozenset)):
         return all(map(_is_compared_by_identity, key))
     return type(key).__hash__ in {object.__hash__, torch.Tensor.__hash__}
+
+
+def _is_sorted(one: Any, another: Any) -> bool:
+    try:
+        return one == another or bool(one < another) != bool(another < one)
+    except TypeError:
+        return False
 
 
 def _number_text(number: Any, other_text: Callable[[object], str]) -> str:

@@ -133,7 +133,7 @@ class Frame:
     def keys(self) -> str:
         """The keys that lead to each tensor, as one text: ``"['a'][0], ['b']['mask']"``.
 
-        Of a key that is no text, number, enum member, tuple, set, dtype, device or type only the type
+        Of a key that is no text, number, enum member, dataclass, tuple, set, dtype, device or type only the type
         is named: its repr may differ between ranks.
         """
         return self._keys

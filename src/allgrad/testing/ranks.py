@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import threading
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -46,9 +47,9 @@ def run_ranks(
     Cost: milliseconds, since the processes are kept. The first call starts them; a call with
     another ``world`` or ``backend`` reconnects them, in tens of milliseconds.
     """
-    if not isinstance(world, int) or world < 1:
+    if not isinstance(world, (int, Integral)) or world < 1:
         raise InputError(f"run_ranks: a world has at least one rank, not {world!r}.")
-    if not isinstance(timeout, (int, float)) or not 0 < timeout <= _LONGEST:
+    if not isinstance(timeout, (int, float, Real)) or not 0 < timeout <= _LONGEST:
         raise InputError(
             f"run_ranks: timeout={timeout!r} are no seconds from 0 to {_LONGEST:,}.\n"
             "Give the seconds after which ranks that are not done are stuck."

@@ -1,6 +1,7 @@
 """``allgrad plan``: its table, its JSON, a step of clip_loss, and clear errors."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 from allgrad._wire import algorithms
 from allgrad._wire.groups import Backend
 from allgrad._wire.link_model import LOOPBACK
+from allgrad.cli.files import require_writable
 from allgrad.cli.main import app
 from allgrad.cli.plan.clip_step import ClipStep
 from allgrad.losses import clip_loss
@@ -95,3 +97,11 @@ def test_the_step_is_made_of_the_calls_that_the_loss_makes(pairs, calls):
     want = [call.operation for call in plan.calls]
     assert len(want) == calls
     assert run_ranks(calls_of_a_step, 3, pairs) == [want] * 3
+
+
+def test_a_pipe_is_not_opened_before_the_work(tmp_path):
+    """Whoever reads it would see its end; without a reader the command would wait."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    require_writable(pipe, "--json")
+    assert pipe.is_fifo()

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from allgrad.cli.bench import calibrate as calibration
 from allgrad.cli.bench import cases, run, show
 from allgrad.cli.bench.baselines import implementations_of, words_of
-from allgrad.cli.files import require_directory
+from allgrad.cli.files import require_writable
 from allgrad.errors import InputError
 from allgrad.testing import Hosts, HostsUnavailable, why_no_hosts
 
@@ -98,7 +98,7 @@ def bench(
             )
         ranks, memory = str(hosts * ranks_per_host), False
     for path, option in ((calibrate, "--calibrate"), (json, "--json"), (png, "--png")):
-        require_directory(path, option)
+        require_writable(path, option)
     if calibrate is not None:
         _calibrate(calibrate, repeats, hosts, link)
         return

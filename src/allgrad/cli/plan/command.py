@@ -16,7 +16,7 @@ from allgrad._wire import algorithms
 from allgrad._wire.groups import Backend
 from allgrad._wire.link_model import LOOPBACK, Links, predict, situation, with_given, world
 from allgrad.cli.bench.show import parse_bytes
-from allgrad.cli.files import require_directory
+from allgrad.cli.files import require_writable
 from allgrad.cli.plan import show
 from allgrad.cli.plan.clip_step import ClipStep
 from allgrad.errors import InputError
@@ -113,7 +113,7 @@ def plan(
         )
     except InputError as error:
         raise typer.BadParameter(str(error)) from error
-    require_directory(json, "--json")
+    require_writable(json, "--json")
     kind = Backend(backend.value)
     step = ClipStep(pairs, width, getattr(torch, dtype.value), kind)
     console, rows, plans = Console(), [], []

@@ -51,10 +51,12 @@ def grad_needs(features: Sequence[object], scalars: Sequence[object]) -> GradNee
 
     if not torch.is_grad_enabled():
         return GradNeeds(0)
+    needs = GradNeeds.MODE
     if any_needed(features[1:]):
-        return GradNeeds.MODE | GradNeeds.KEYS | GradNeeds.ANY
-    of_others = any_needed([*features[:1], *scalars])
-    return GradNeeds.MODE | GradNeeds.ANY if of_others else GradNeeds.MODE
+        needs |= GradNeeds.KEYS | GradNeeds.ANY
+    elif any_needed([*features[:1], *scalars]):
+        needs |= GradNeeds.ANY
+    return needs
 
 
 class TensorSpec(NamedTuple):
