@@ -171,6 +171,12 @@ def test_a_damaged_file_is_named(slow_rank, tmp_path, damage):
     assert find(tmp_path).recording.notes == ["There is no file of rank 1."]
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "rank-0.allgrad").mkdir()
+    with pytest.raises(InputError, match=r"rank-0\.allgrad cannot be read: Is a directory"):
+        find(tmp_path)
+
+
 def shifted(file, out, by, wall):
     """The same file as another host would have written it: another clock, set wrong by ``wall``."""
     raw = bytearray(file.read_bytes())

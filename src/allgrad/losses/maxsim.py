@@ -25,14 +25,8 @@ from allgrad.losses._arguments.same_numbers import compared_numbers
 from allgrad.losses._computed_on import computed_on
 from allgrad.losses._graphs.in_graphs import in_graphs
 from allgrad.losses._rows.global_mean import GlobalMean
-from allgrad.losses._rows.row_losses import (
-    MASKED,
-    Chunk,
-    parts_of,
-    row_losses,
-    terms_of,
-    weighted_sums,
-)
+from allgrad.losses._rows.row_losses import Chunk, parts_of, row_losses, weighted_sums
+from allgrad.losses._rows.score_tile import MASKED, ScoreTile
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:
@@ -202,16 +196,16 @@ def _direction(
     rows, columns = (replace(x, tokens=x.tokens.to(wide)) for x in (rows, columns))
     most = TILE if queries_are_rows else TILE[::-1]
 
-    def terms(row: _Samples, column: _Samples, factor: Tensor) -> Tensor:
+    def make_tile(row: _Samples, column: _Samples, factor: Tensor) -> ScoreTile:
         scores = _maxsim(row, column) if queries_are_rows else _maxsim(column, row).T
         device = row.tokens.device
         index = torch.arange(len(row.lengths), device=device)[:, None] + row.first
         other = torch.arange(len(column.lengths), device=device) + column.first
         pair = index == other
-        return terms_of("pairs", factor * scores, pair, ~pair, None)
+        return ScoreTile(factor * scores, pair, ~pair, None)
 
     shared = scale.to(rows.tokens.device, wide).reshape(())
-    return row_losses("pairs", rows.chunks(most[0]), columns.chunks(most[1]), terms, shared)
+    return row_losses("pairs", rows.chunks(most[0]), columns.chunks(most[1]), make_tile, shared)
 
 
 def _maxsim(queries: _Samples, documents: _Samples) -> Tensor:

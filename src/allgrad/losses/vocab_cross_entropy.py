@@ -31,8 +31,9 @@ from allgrad.losses._arguments.rank_args import FLOATING
 from allgrad.losses._arguments.same_numbers import require_alike
 from allgrad.losses._graphs.in_graphs import in_graphs
 from allgrad.losses._rows.recompute import recomputed
-from allgrad.losses._rows.row_losses import logsumexp, parts_of
+from allgrad.losses._rows.row_losses import parts_of
 from allgrad.losses._tiles.accumulators import accumulator_dtype
+from allgrad.losses._tiles.exponentials import logsumexp
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -64,7 +64,9 @@ def sync(
         rank 2   weight C  bias c              weight A  bias a
 
     Values are written in place, bit for bit; strides, ``requires_grad`` and ``grad`` do not change.
-    Buffers that are not persistent are written too. A tensor under several names is sent once.
+    Buffers that are not persistent are written too. A tensor under several names is sent once. Tensors
+    that share a part of their memory, such as ``x[:2]`` and ``x[1:3]``, must do so on ``src`` too: others
+    would be written over each other.
 
     ``module`` may also be an optimizer, or a dict of tensors by name. Of an optimizer, the settings
     are sent too: None, strings, and integers, floating-point numbers and booleans of Python and

@@ -131,6 +131,11 @@ def load(path: Path) -> Recording:
             recording.ranks.append(_load_rank(file, kinds, groups))
         except InputError:
             raise
+        except OSError as error:
+            raise InputError(
+                f"{file} cannot be read: {error.strerror}.\n"
+                "Give the folder of a recording, whose files this user may read."
+            ) from error
         except (ValueError, KeyError, IndexError, struct.error) as error:
             raise InputError(
                 f"{file} is damaged or cut short: {error}.\n"

@@ -151,7 +151,10 @@ def test_ranks_that_torchrun_did_not_start_are_refused(monkeypatch):
     assert "torchrun started 2 ranks" in done.stderr
 
 
-@pytest.mark.parametrize("other", [{"LOCAL_WORLD_SIZE": "1"}, {"TORCHELASTIC_USE_AGENT_STORE": ""}])
+@pytest.mark.parametrize(
+    "other",
+    [{"LOCAL_WORLD_SIZE": "1"}, {"TORCHELASTIC_USE_AGENT_STORE": ""}, {"RANK": "first"}],
+)
 def test_a_world_beyond_this_machine_is_refused(monkeypatch, other):
     for name, value in {**TORCHRUN, **other}.items():
         monkeypatch.setenv(name, value)

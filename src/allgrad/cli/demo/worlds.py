@@ -29,14 +29,14 @@ def torchrun_world(environment: Mapping[str, str] = os.environ) -> tuple[int, in
     """The rank and the world size that torchrun gave this process; None without torchrun."""
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
-    size = environment["WORLD_SIZE"]
-    local = environment.get("LOCAL_WORLD_SIZE") == size
+    rank, size = environment["RANK"], environment["WORLD_SIZE"]
+    local = environment.get("LOCAL_WORLD_SIZE") == size and rank.isdecimal() and size.isdecimal()
     if not local or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise GroupError(
             "They are set, but not by torchrun on this machine only.\n"
             "Use torchrun --standalone, or unset them: then the demo starts its own ranks."
         )
-    return int(environment["RANK"]), int(size)
+    return int(rank), int(size)
 
 
 def train_in_torchrun_world(config: TrainingConfig, backend: str) -> TrainingResult:

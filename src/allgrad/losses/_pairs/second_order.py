@@ -43,6 +43,7 @@ from allgrad.losses._pairs.key_blocks import reduce_sums
 from allgrad.losses._pairs.pair_terms import softplus
 from allgrad.losses._tiles import torch as torch_tiles
 from allgrad.losses._tiles.accumulators import accumulator_dtype, panels
+from allgrad.losses._tiles.exponentials import exp_
 from allgrad.losses._tiles.torch import Tiles, row_dots
 
 if TYPE_CHECKING:
@@ -236,10 +237,10 @@ class _Along:
     ) -> tuple[Tensor, Tensor | None]:
         if self.row_lse is None:
             return scores.sigmoid(), None
-        by_row = (scores - self.row_lse[rows, None]).exp_()
+        by_row = exp_(scores - self.row_lse[rows, None])
         if self.column_lse is None:
             return by_row, None
-        return by_row, scores.sub_(self.column_lse[columns]).exp_()
+        return by_row, exp_(scores.sub_(self.column_lse[columns]))
 
     def means(self) -> _Means:
         columns = len(self.k) if self.column_lse is not None else 0

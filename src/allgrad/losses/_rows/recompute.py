@@ -31,11 +31,17 @@ __all__ = ["KEPT_SCORES", "inner_graph", "recomputed"]
 KEPT_SCORES = 1 << 21
 
 
-def recomputed(function: Callable[..., Tensor], *inputs: Tensor | None, scores: int) -> Tensor:
+def recomputed(
+    function: Callable[..., Tensor],
+    *inputs: Tensor | None,
+    scores: int,
+    kept: Callable[..., Tensor] | None = None,
+) -> Tensor:
     """``function(*inputs)``, of which only the inputs are kept for backward.
 
     ``scores`` is how many scores the whole loss has on this rank. If these are few, an eager backward
-    uses the tensors of forward (once; another one computes them again).
+    uses the tensors of forward (once; another one computes them again): those of ``kept``, which gives
+    the same and may be differentiable once only.
 
     Backward is a function of the inputs and the incoming gradient, which is recomputed in the same
     way. So derivatives of any order need the intermediate tensors of one call at a time. The
@@ -50,8 +56,8 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor | None, scores: 
             "Take one of the two derivatives with torch.func.grad or vjp."
         )
     if scores <= KEPT_SCORES and torch.is_grad_enabled() and is_plain_autograd():
-        kept: Tensor = _Kept.apply(function, *inputs)  # type: ignore[no-untyped-call]
-        return kept
+        result: Tensor = _Kept.apply(function, kept or function, *inputs)  # type: ignore[no-untyped-call]
+        return result
     (result,) = _recomputed_tuple(lambda *xs: (function(*xs),), inputs)
     return result
 
@@ -76,30 +82,36 @@ class _Kept(torch.autograd.Function):
     """The function with a graph of its own inside, for one backward."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
-        needed = ctx.needs_input_grad[1:]
+    def forward(
+        ctx: Any,
+        function: Callable[..., Tensor],
+        kept: Callable[..., Tensor],
+        *inputs: Tensor | None,
+    ) -> Tensor:
+        needed = ctx.needs_input_grad[2:]
         leaves = [
             x.detach().requires_grad_() if n and x is not None else x
             for x, n in zip(inputs, needed, strict=True)
         ]
         with inner_graph():
-            result: Tensor = computed_on(_device(inputs), function, *leaves)
+            result: Tensor = computed_on(_device(inputs), kept, *leaves)
         ctx.function, ctx.kept = function, (result, leaves)
         ctx.save_for_backward(*inputs)
         return result.detach()
 
     @staticmethod
     def backward(ctx: Any, by_result: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         kept, ctx.kept = ctx.kept, None
         in_modes = torch.is_grad_enabled() or functorch_active() or is_batched_gradient(by_result)
         if kept is None or in_modes:
             function = ctx.function
-            return None, *_pulled_back(lambda *xs: (function(*xs),), inputs, needed, [by_result])
+            found = _pulled_back(lambda *xs: (function(*xs),), inputs, needed, [by_result])
+            return None, None, *found
         result, leaves = kept
         wanted = [x for x, n in zip(leaves, needed, strict=True) if n]
-        found = iter(computed_on(by_result.device, _gradients, result, wanted, by_result))
-        return None, *(next(found) if n else None for n in needed)
+        gradients = iter(computed_on(by_result.device, _gradients, result, wanted, by_result))
+        return None, None, *(next(gradients) if n else None for n in needed)
 
 
 def _gradients(result: Tensor, wanted: Sequence[Tensor], by_result: Tensor) -> tuple[Tensor, ...]:

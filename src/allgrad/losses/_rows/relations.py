@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from allgrad.losses._rows.row_losses import Chunk, parts_of, row_losses, terms_of
+from allgrad.losses._rows.row_losses import Chunk, parts_of, row_losses
+from allgrad.losses._rows.score_tile import ScoreTile
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def score_rows(  # noqa: PLR0917
     wide = accumulator_dtype(rows.features.dtype)
     shared = [x.to(rows.features.device, wide).reshape(()) for x in (scale, bias) if x is not None]
 
-    def terms(row: Queries, column: Keys, *numbers: Tensor) -> Tensor:
+    def make_tile(row: Queries, column: Keys, *numbers: Tensor) -> ScoreTile:
         x, y = row.features, column.features
         weights = None if column.weights is None else column.weights.to(wide)
         if row.limit is None:  # one pass over the scores less
@@ -153,7 +154,7 @@ def score_rows(  # noqa: PLR0917
             scores = numbers[0] * similarity
         if len(numbers) > 1:
             scores = scores + numbers[1]
-        return terms_of(kind, scores, *relation.masks(row, column, similarity), weights)
+        return ScoreTile(scores, *relation.masks(row, column, similarity), weights)
 
     # Before they are cut: the gradients of chunks are added up. Those of a queue have none.
     rows = replace(rows, features=rows.features.to(wide))
@@ -163,7 +164,7 @@ def score_rows(  # noqa: PLR0917
     ]
     limited = relation.limited(rows, columns)
     chunks = [chunk for keys in columns for chunk in keys.chunks()]
-    return row_losses(kind, limited.chunks(), chunks, terms, *shared)
+    return row_losses(kind, limited.chunks(), chunks, make_tile, *shared)
 
 
 def _split(x: Tensor | None, size: int, count: int) -> Sequence[Tensor | None]:

@@ -18,14 +18,17 @@ be noise (test_tiny_loss_keeps_its_digits).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from allgrad._core.torch_internals import functorch_active
 from allgrad.losses._rows.recompute import recomputed
+from allgrad.losses._rows.score_tile import MASKED, ScoreTile, among
+from allgrad.losses._rows.whole_rows import has_one_pass, losses_in_one_pass
+from allgrad.losses._tiles.exponentials import logsumexp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,10 +36,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Activation",
     "Chunk",
-    "logsumexp",
     "parts_of",
     "row_losses",
-    "terms_of",
     "weighted_sums",
 ]
 
@@ -44,9 +45,6 @@ Activation: TypeAlias = Literal["pairs", "softmax", "sigmoid"]
 T = TypeVar("T")
 R = TypeVar("R")
 C = TypeVar("C")
-
-# Finite, unlike -inf, so that a row with no score at all has a derivative.
-MASKED = -1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,35 +69,18 @@ def parts_of(x: Tensor, sizes: int | Sequence[int]) -> Sequence[Tensor]:
     return parts
 
 
-def terms_of(
-    kind: Activation, scores: Tensor, positive: Tensor, negative: Tensor, weights: Tensor | None
-) -> Tensor:
+def _terms(kind: Activation, tile: ScoreTile) -> Tensor:
     """The numbers of each row, (numbers, rows)."""
-    chosen, others = _zero_or_one(positive, scores), _zero_or_one(negative, scores)
-    weight = chosen if weights is None else chosen * weights
+    scores, chosen, others = tile.scores, tile.positives(), tile.negatives()
+    weight = chosen if tile.weights is None else chosen * tile.weights
     if kind == "sigmoid":
         sums = [-(others * logsigmoid(-scores)).sum(1), -(weight * logsigmoid(scores)).sum(1)]
         return torch.stack([*sums, weight.sum(1)])
-    negatives = logsumexp(_without(scores, others), 1)
+    negatives = logsumexp(among(scores, others), 1)
     if kind == "pairs":
         return torch.stack([negatives, (chosen * scores).sum(1)])
     positives, below = _spread(scores, chosen, weight, 1)
     return torch.stack([negatives, positives, below, weight.sum(1)])
-
-
-def logsumexp(x: Tensor, dim: int) -> Tensor:
-    """Torch's, with derivatives that add up to 1, and are 0 where all of ``x`` is -inf.
-
-    Torch's are off by the rounding of ``x``: where one is close to 1, the second derivative, and the first of a
-    difference, lose their digits (test_derivatives_of_large_scores_keep_their_digits).
-    """
-    if not x.shape[dim]:
-        return x.logsumexp(dim)
-    top = x.detach().amax(dim, keepdim=True)
-    none = (top == -torch.inf).squeeze(dim)
-    top = torch.where(top == -torch.inf, 0, top)
-    total = torch.where(none, 1, (x - top).exp().sum(dim))
-    return torch.where(none, -torch.inf, total.log() + top.squeeze(dim))
 
 
 def _spread(scores: Tensor, chosen: Tensor, weight: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -107,43 +88,28 @@ def _spread(scores: Tensor, chosen: Tensor, weight: Tensor, dim: int) -> tuple[T
 
     Of a single score the distance is exactly zero, and so is its derivative.
     """
-    below = _without(scores, chosen).log_softmax(dim)
+    below = among(scores, chosen).log_softmax(dim)
     count = chosen.sum(dim)
     # Not by logsumexp: where the derivatives by it and by the distances meet, digits would be lost.
     mean = (chosen * (scores - below)).sum(dim) / count.clamp(min=1)
     return torch.where(count > 0, mean, MASKED), -(weight * below).sum(dim)
 
 
-def _without(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Scores far below all others where they are not chosen; such a row's derivatives count zero times."""
-    return torch.add(scores, chosen - 1, alpha=-MASKED)
-
-
-def _zero_or_one(mask: Tensor, like: Tensor) -> Tensor:
-    # As bytes it takes a tenth of the time on a CPU, and products less than torch.where.
-    return (mask if functorch_active() else mask.view(torch.uint8)).to(like.dtype)
-
-
 def row_losses(
     kind: Activation,
     rows: Sequence[Chunk[R]],
     columns: Sequence[Chunk[C]],
-    terms: Callable[..., Tensor],
+    make_tile: Callable[..., ScoreTile],
     *shared: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Each row's loss, and whether it has a positive.
 
-    ``terms(rows, columns, *shared)`` gives the numbers of a row chunk. There is at least one chunk of
-    each, which may be empty, so that a rank without rows takes part in backward too.
+    ``make_tile(rows, columns, *shared)`` gives the scores of a row chunk and a column chunk. There is at
+    least one chunk of each, which may be empty, so that a rank without rows takes part in backward too.
     """
-    losses, weights = [], []
-    scores = _length(rows) * _length(columns)
-    for row in rows:
-        parts = [_recomputed_terms(terms, row, column, shared, scores) for column in columns]
-        numbers = parts[0].unbind() if len(parts) == 1 else _merged(kind, *torch.stack(parts, 1))
-        loss, weight = _LOSSES[kind](*numbers)
-        losses.append(loss)
-        weights.append(weight)
+    tiles = _Tiles(kind, make_tile, shared, _length(rows) * _length(columns))
+    of_rows = tiles.losses if len(columns) == 1 else tiles.merged_losses
+    losses, weights = zip(*(of_rows(row, *columns) for row in rows), strict=True)
     return _join(losses), _join(weights) > 0
 
 
@@ -151,21 +117,49 @@ def _length(chunks: Sequence[Chunk[T]]) -> int:
     return sum(len(chunk.tensors[0]) for chunk in chunks if chunk.tensors[0] is not None)
 
 
-def _recomputed_terms(
-    terms: Callable[..., Tensor],
-    row: Chunk[R],
-    column: Chunk[C],
-    shared: Sequence[Tensor],
-    scores: int,
-) -> Tensor:
-    first, make_row, make_column = len(row.tensors), row.make, column.make
-    last = first + len(column.tensors)
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Tiles of scores that are recomputed in backward, unless all ``scores`` of this rank are few."""
 
-    def of_tensors(*tensors: Tensor | None) -> Tensor:
-        rows, columns = make_row(*tensors[:first]), make_column(*tensors[first:last])
-        return terms(rows, columns, *tensors[last:])
+    kind: Activation
+    make: Callable[..., ScoreTile]
+    shared: Sequence[Tensor]
+    scores: int
 
-    return recomputed(of_tensors, *row.tensors, *column.tensors, *shared, scores=scores)
+    def losses(self, row: Chunk[R], column: Chunk[C]) -> tuple[Tensor, ...]:
+        """The losses and weights of rows whose scores are one tile."""
+
+        def losses(tile: ScoreTile) -> Tensor:
+            return torch.stack(_LOSSES[self.kind](*_terms(self.kind, tile).unbind()))
+
+        def in_one_pass(tile: ScoreTile) -> Tensor:
+            return losses_in_one_pass(self.kind, tile) if has_one_pass(tile) else losses(tile)
+
+        return self._recomputed(losses, in_one_pass, row, column).unbind()
+
+    def merged_losses(self, row: Chunk[R], *columns: Chunk[C]) -> tuple[Tensor, Tensor]:
+        """The same of rows in several tiles."""
+        terms = partial(_terms, self.kind)
+        parts = [self._recomputed(terms, terms, row, column) for column in columns]
+        return _LOSSES[self.kind](*_merged(self.kind, *torch.stack(parts, 1)))
+
+    def _recomputed(
+        self,
+        function: Callable[[ScoreTile], Tensor],
+        kept: Callable[[ScoreTile], Tensor],
+        row: Chunk[R],
+        column: Chunk[C],
+    ) -> Tensor:
+        first, make, make_row, make_column = len(row.tensors), self.make, row.make, column.make
+        last = first + len(column.tensors)
+
+        def of_tensors(of_tile: Callable[[ScoreTile], Tensor], *tensors: Tensor | None) -> Tensor:
+            rows, columns = make_row(*tensors[:first]), make_column(*tensors[first:last])
+            return of_tile(make(rows, columns, *tensors[last:]))
+
+        inputs = (*row.tensors, *column.tensors, *self.shared)
+        again, first_time = partial(of_tensors, function), partial(of_tensors, kept)
+        return recomputed(again, *inputs, scores=self.scores, kept=first_time)
 
 
 def _merged(kind: Activation, first: Tensor, *others: Tensor) -> Sequence[Tensor]:

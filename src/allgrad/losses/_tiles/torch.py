@@ -21,6 +21,7 @@ from allgrad.losses._tiles.cpu_bfloat16 import (
     multiplies_twice,
     product_of_two,
 )
+from allgrad.losses._tiles.exponentials import exp_, logsumexp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,10 +118,10 @@ class Tiles:
             for columns in panels(len(self.k), self.block_n):
                 scores = self._negatives(rows, columns)
                 if self.keep:
-                    return scores.logsumexp(1), scores.logsumexp(0) if both else None
-                row_lse[rows] = torch.logaddexp(row_lse[rows], scores.logsumexp(1))
+                    return logsumexp(scores, 1), logsumexp(scores, 0) if both else None
+                row_lse[rows] = torch.logaddexp(row_lse[rows], logsumexp(scores, 1))
                 if column_lse is not None:
-                    part = torch.logaddexp(column_lse[columns], scores.logsumexp(0))
+                    part = torch.logaddexp(column_lse[columns], logsumexp(scores, 0))
                     column_lse[columns] = part
         return row_lse, column_lse
 
@@ -205,11 +206,11 @@ class Tiles:
         else:
             assert weights.row_lse is not None
             if weights.kind is LossKind.SOFTMAX_ROWS:
-                tile = torch.sub(scores, weights.row_lse[rows, None], out=spare).exp_()
+                tile = exp_(torch.sub(scores, weights.row_lse[rows, None], out=spare))
             else:
                 assert weights.column_lse is not None
-                tile = (scores - weights.row_lse[rows, None]).exp_()
-                tile += torch.sub(scores, weights.column_lse[columns], out=spare).exp_()
+                tile = exp_(scores - weights.row_lse[rows, None])
+                tile += exp_(torch.sub(scores, weights.column_lse[columns], out=spare))
         if weights.smoothing:
             tile -= weights.smoothing
         pairs = self._pairs_of(tile, rows, columns)
