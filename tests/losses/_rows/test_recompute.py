@@ -179,3 +179,30 @@ def test_an_input_without_gradient_gets_none(scores):
     want, x.grad = x.grad, None
     plain(x, w).sum().backward()
     torch.testing.assert_close(want, x.grad)
+
+
+@COUNTS
+def test_eager_gradients_without_a_graph_are_those_of_once(scores):
+    """Also a second time; all other derivatives are those of the function itself."""
+    x, w = inputs()
+    plain_first = torch.autograd.grad(plain(x, w).sum(), (x, w), create_graph=True)
+    calls = []
+
+    def once(x, w):
+        calls.append(1)
+        return plain(x.detach(), w) + plain(x, w.detach()).detach() * 0
+
+    value = recomputed(plain, x, w, scores=scores, once=once).sum()
+    for number in (1, 2):
+        by_x, by_w = torch.autograd.grad(value, (x, w), retain_graph=True)
+        assert not by_x.any()
+        torch.testing.assert_close(by_w, plain_first[1])
+        assert len(calls) == number
+    first = torch.autograd.grad(value, (x, w), create_graph=True)
+    torch.testing.assert_close(first, plain_first)
+    second, want = (
+        torch.autograd.grad(sum(g.square().sum() for g in gs), (x, w))
+        for gs in (first, plain_first)
+    )
+    torch.testing.assert_close(second, want)
+    assert len(calls) == 2

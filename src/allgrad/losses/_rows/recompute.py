@@ -35,13 +35,13 @@ def recomputed(
     function: Callable[..., Tensor],
     *inputs: Tensor | None,
     scores: int,
-    kept: Callable[..., Tensor] | None = None,
+    once: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """``function(*inputs)``, of which only the inputs are kept for backward.
 
     ``scores`` is how many scores the whole loss has on this rank. If these are few, an eager backward
-    uses the tensors of forward (once; another one computes them again): those of ``kept``, which gives
-    the same and may be differentiable once only.
+    uses the tensors of forward (once; another one computes them again). ``once`` gives the same as
+    ``function`` but may be differentiable once only: eager gradients without a graph are those of it.
 
     Backward is a function of the inputs and the incoming gradient, which is recomputed in the same
     way. So derivatives of any order need the intermediate tensors of one call at a time. The
@@ -55,9 +55,10 @@ def recomputed(
             "a loss in chunks: it has no forward mode inside forward mode (jvp of jvp).\n"
             "Take one of the two derivatives with torch.func.grad or vjp."
         )
-    if scores <= KEPT_SCORES and torch.is_grad_enabled() and is_plain_autograd():
-        result: Tensor = _Kept.apply(function, kept or function, *inputs)  # type: ignore[no-untyped-call]
-        return result
+    if torch.is_grad_enabled() and is_plain_autograd():
+        keeps = scores <= KEPT_SCORES
+        found: Tensor = _Eager.apply(function, once or function, keeps, *inputs)  # type: ignore[no-untyped-call]
+        return found
     (result,) = _recomputed_tuple(lambda *xs: (function(*xs),), inputs)
     return result
 
@@ -71,6 +72,7 @@ def inner_graph() -> Iterator[None]:
     # Detached: a node that saved its own result would never be freed (test_a_graph_that_is_dropped_is_freed).
     hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x)
     with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         with suppress(RuntimeError):  # hooks are forbidden here, so there are none
             stack.enter_context(hooks)
@@ -78,40 +80,49 @@ def inner_graph() -> Iterator[None]:
 
 
 @never_traced
-class _Kept(torch.autograd.Function):
+class _Eager(torch.autograd.Function):
     """The function with a graph of its own inside, for one backward."""
 
     @staticmethod
     def forward(
         ctx: Any,
         function: Callable[..., Tensor],
-        kept: Callable[..., Tensor],
+        once: Callable[..., Tensor],
+        keeps: bool,
         *inputs: Tensor | None,
     ) -> Tensor:
-        needed = ctx.needs_input_grad[2:]
-        leaves = [
-            x.detach().requires_grad_() if n and x is not None else x
-            for x, n in zip(inputs, needed, strict=True)
-        ]
-        with inner_graph():
-            result: Tensor = computed_on(_device(inputs), kept, *leaves)
-        ctx.function, ctx.kept = function, (result, leaves)
+        ctx.functions, needed = (function, once), ctx.needs_input_grad[3:]
         ctx.save_for_backward(*inputs)
-        return result.detach()
+        ctx.kept = _with_graph(once, inputs, needed) if keeps else None
+        if ctx.kept is None:
+            return computed_on(_device(inputs), function, *inputs)  # type: ignore[no-any-return]
+        result: Tensor = ctx.kept[0].detach()
+        return result
 
     @staticmethod
     def backward(ctx: Any, by_result: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        (function, once), inputs = ctx.functions, ctx.saved_tensors
+        needed = ctx.needs_input_grad[3:]
         kept, ctx.kept = ctx.kept, None
-        in_modes = torch.is_grad_enabled() or functorch_active() or is_batched_gradient(by_result)
-        if kept is None or in_modes:
-            function = ctx.function
+        if torch.is_grad_enabled() or functorch_active() or is_batched_gradient(by_result):
             found = _pulled_back(lambda *xs: (function(*xs),), inputs, needed, [by_result])
-            return None, None, *found
-        result, leaves = kept
+            return None, None, None, *found
+        result, leaves = kept or _with_graph(once, inputs, needed)
         wanted = [x for x, n in zip(leaves, needed, strict=True) if n]
         gradients = iter(computed_on(by_result.device, _gradients, result, wanted, by_result))
-        return None, None, *(next(gradients) if n else None for n in needed)
+        return None, None, None, *(next(gradients) if n else None for n in needed)
+
+
+def _with_graph(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], needed: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The result, and the inputs that its graph begins with."""
+    leaves = [
+        x.detach().requires_grad_() if n and x is not None else x
+        for x, n in zip(inputs, needed, strict=True)
+    ]
+    with inner_graph():
+        return computed_on(_device(inputs), function, *leaves), leaves
 
 
 def _gradients(result: Tensor, wanted: Sequence[Tensor], by_result: Tensor) -> tuple[Tensor, ...]:

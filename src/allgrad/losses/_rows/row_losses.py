@@ -146,7 +146,7 @@ class _Tiles:
     def _recomputed(
         self,
         function: Callable[[ScoreTile], Tensor],
-        kept: Callable[[ScoreTile], Tensor],
+        once: Callable[[ScoreTile], Tensor],
         row: Chunk[R],
         column: Chunk[C],
     ) -> Tensor:
@@ -158,8 +158,8 @@ class _Tiles:
             return of_tile(make(rows, columns, *tensors[last:]))
 
         inputs = (*row.tensors, *column.tensors, *self.shared)
-        again, first_time = partial(of_tensors, function), partial(of_tensors, kept)
-        return recomputed(again, *inputs, scores=self.scores, kept=first_time)
+        always, once = partial(of_tensors, function), partial(of_tensors, once)
+        return recomputed(always, *inputs, scores=self.scores, once=once)
 
 
 def _merged(kind: Activation, first: Tensor, *others: Tensor) -> Sequence[Tensor]:
