@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import ref
 
 import torch
 
-from allgrad._autograd import backward_order, call_order, started_calls, transforms
+from allgrad._autograd import backward_order, call_order, checkpoints, started_calls, transforms
 from allgrad._core import call_queue
 from allgrad._core.partition import dense
 from allgrad._core.torch_internals import (
@@ -115,6 +116,7 @@ class PendingCall:
         self.adjoint: PendingCall | None = None
         self.batch: Sequence[Tensor] | None = None  # the adjoint's results (is_grads_batched=True)
         self.is_ordered = False  # by call_order, when it goes backward
+        self.started_by: ref[Any] | None = None  # the node, which holds this
         self._future: Future[tuple[Tensor, ...]] | None = None
 
     def start(self, xs: Sequence[Tensor]) -> None:
@@ -205,7 +207,8 @@ def _finished(pending: PendingCall, ticket: Tensor) -> tuple[Tensor, ...]:
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: PendingCall, anchor: Tensor, *xs: Tensor) -> Tensor:
-        ctx.pending = pending
+        ctx.pending, pending.started_by = pending, ref(ctx)
+        checkpoints.mark(ctx)
         pending.start(xs)
         return anchor.new_empty(0)
 
@@ -236,6 +239,8 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # Its start is what a checkpoint must come to: some later one may be where the wait is.
+        checkpoints.come_to(ctx.pending.started_by())
         if ctx.pending.is_ordered:
             call_order.check(ctx, ctx.call)
         if any(map(is_batched_gradient, gradients)):  # one message, waited for at once

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allgrad._autograd import transforms
+from allgrad._autograd import checkpoints, transforms
 from allgrad._core.torch_internals import below_view_tracking, is_view
 
 if TYPE_CHECKING:
@@ -141,10 +141,12 @@ class _InOrder(torch.autograd.Function):
         ctx: Any, chain: Chain, pair: AdjointPair, token: Tensor, *xs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.chain, ctx.pair = chain, pair
+        checkpoints.mark(ctx)
         return token.new_empty(0), *transforms.run_map(pair, xs)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        checkpoints.come_to(ctx)
         if not torch.is_grad_enabled():
             return None, None, token, *transforms.apply_adjoint(ctx.pair, gradients)
         # With create_graph the adjoints are collectives of the chain too, for the next backward.

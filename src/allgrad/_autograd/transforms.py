@@ -17,7 +17,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from allgrad._autograd import call_order, started_calls
+from allgrad._autograd import call_order, checkpoints, started_calls
 from allgrad._autograd.call_order import THREAD
 from allgrad._core.partition import dense
 from allgrad._core.torch_internals import (
@@ -296,9 +296,7 @@ class _Apply(torch.autograd.Function):
 
 @call_order.ordered
 class _Reverse(torch.autograd.Function):
-    """The pair with a backward only. Of a function with ``setup_context`` torch reads the signature
-    in every call, which takes longer than a small call does.
-    """
+    """The pair with a backward only: of a function with ``setup_context`` torch reads the signature in every call."""
 
     @staticmethod
     def forward(
@@ -308,6 +306,7 @@ class _Reverse(torch.autograd.Function):
         *xs: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.pair, made = pair, pair.made
+        checkpoints.mark(ctx)
         # While one thread makes the calls, on the host, their place needs no record.
         if made is not None:
             call = made.call
@@ -320,6 +319,7 @@ class _Reverse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        checkpoints.come_to(ctx)
         pair = ctx.pair
         made = pair.made
         if made is not None and made.call.size > 1:

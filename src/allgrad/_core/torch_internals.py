@@ -83,6 +83,7 @@ __all__ = [
     "nodes_made",
     "process_group_named",
     "rebatch",
+    "saved_tensor_hooks",
     "sequence_number",
     "sequence_number_of",
     "set_sequence_number",
@@ -258,6 +259,12 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 # How many modes see the ops of this thread. Read in every call.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+# The hooks for saved tensors, None if there are none: a checkpoint's, for one. Without it: as if there were.
+saved_tensor_hooks: Callable[[], object] = partial(
+    getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", bool), False
+)
 
 
 def in_selective_checkpoint() -> bool:
