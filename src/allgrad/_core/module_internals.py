@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["active_ddp_module", "forwards_of", "kernel_inputs", "own_buffers"]
+__all__ = [
+    "active_ddp_module",
+    "forwards_of",
+    "kernel_inputs",
+    "own_buffers",
+    "sync_ddp_buffers",
+]
 
 
 def kernel_inputs(node: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -30,3 +36,10 @@ def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 def active_ddp_module() -> Any:
     """The DDP module inside whose forward this is, or None. Without it: None."""
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+
+
+def sync_ddp_buffers(module: Any) -> None:
+    """Give a DDP module rank 0's buffers now, if its next forward would. Without it: that forward does."""
+    if getattr(module, "_check_sync_bufs_pre_fwd", bool)():
+        module._sync_buffers()
+        module.require_forward_param_sync = False

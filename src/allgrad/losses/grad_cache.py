@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from allgrad._core.module_internals import active_ddp_module, own_buffers
+from allgrad._core.module_internals import active_ddp_module, sync_ddp_buffers
 from allgrad._wire import ended_ranks
 from allgrad._wire.calls import resolve
 from allgrad._wire.consistency import refuse
 from allgrad.collectives.all_gather import gather_sizes
 from allgrad.errors import AllgradError, InputError, rank_table
-from allgrad.losses._arguments.feature_checks import number
+from allgrad.losses._encoder_outputs import Output, find_scalars, join, split_gradients
+from allgrad.losses._encoder_state import (
+    kept_buffers,
+    random_devices,
+    random_state,
+    set_random_state,
+)
 from allgrad.losses._loss_parameters import LossParameters, uses_others
 
 if TYPE_CHECKING:
@@ -59,8 +65,8 @@ def grad_cache_step(
 
     Ranks may have different numbers of micro-batches of any sizes, but each needs at least one, which
     may be empty. A rank with fewer than others encodes its last one again, with a gradient of zero
-    and without a trace, so that every rank runs the collectives of FSDP equally often. ``group`` is
-    the group of the loss; its ranks first exchange their numbers of micro-batches, so that a rank
+    and without a trace, before the others, so that every rank runs the collectives of FSDP, and of
+    ``encode`` itself, equally often. ``group`` is the group of the loss; its ranks first exchange their numbers of micro-batches, so that a rank
     without any raises on all.
 
     ``backward`` runs the backward of step 2; with a gradient scaler it is
@@ -77,43 +83,37 @@ def grad_cache_step(
     extra = most - len(micro_batches)
     wrapped = [m for m in called if hasattr(m, "no_sync")]
     _check_modes(wrapped, group)
-    buffers = _Buffers(modules)
-    devices = _devices()
-    states: list[list[Tensor]] = []
-    outputs: list[_Output] = []
+    for module in wrapped:
+        sync_ddp_buffers(module)
+    devices = random_devices()
     with torch.no_grad(), _no_sync(wrapped):
-        for batch in micro_batches:
-            states.append(_random_state(devices))
-            outputs.append(_encoded(encode(batch), group, *outputs[:1]))
-        with torch.random.fork_rng(devices):
-            for _ in range(extra):
-                encode(micro_batches[-1])
-    buffers.restore()
+        extra_states = _encode_beside(encode, micro_batches[-1], extra, modules, devices)
+        with kept_buffers(modules):
+            states, outputs = _encode_all(encode, micro_batches, devices, group)
 
     first = outputs[0]
-    is_scalar = _find_scalars(outputs) if scalars is None else _named_scalars(first, scalars, group)
+    is_scalar = find_scalars(outputs) if scalars is None else _named_scalars(first, scalars, group)
     _check_embeddings(outputs, is_scalar, group)
-    joined = _join(outputs, is_scalar)
+    joined = join(outputs, is_scalar)
     value = joined.call(loss)
     _check_loss(value, backward, group)
     is_trained = uses_others(value, joined.tensors)
     with LossParameters(wrapped) as parameters:
         backward(value)
-    gradients = _split_gradients(joined, outputs, is_scalar)
+    gradients = split_gradients(joined, outputs, is_scalar)
 
     last = len(micro_batches) - 1
-    if extra:  # the loss may have changed them, a queue of keys for one
-        buffers = _Buffers(modules)
     with torch.random.fork_rng(devices):
         # Not at the end: gradients are synchronised there, on all ranks in the same pass.
         with _no_sync(wrapped):
-            for _ in range(extra):
+            for state in extra_states:
+                set_random_state(devices, state)
                 none = [None if g is None else torch.zeros_like(g) for g in gradients[last]]
-                _encoded(encode(micro_batches[-1]), group, first).backward(none)
-                buffers.restore()
+                with kept_buffers(modules):
+                    _encoded(encode(micro_batches[-1]), group, first).backward(none)
         for number, batch in enumerate(micro_batches):
             with _no_sync(wrapped if number < last else []):
-                _set_random_state(devices, states[number])
+                set_random_state(devices, states[number])
                 again = _encoded(encode(batch), group, first)
                 is_trained |= any(x.requires_grad for x in again.tensors)
                 if number < last:
@@ -122,12 +122,49 @@ def grad_cache_step(
                     found = parameters.complete(again.tensors, gradients[last])
                     again.backward(found, parameters.zeros())
     # A rank of which all micro-batches are empty may encode them as it likes.
-    if not is_trained and any(joined.rows()):
+    pairs = zip(joined.tensors, is_scalar, strict=True)
+    if not is_trained and any(len(x) for x, scalar in pairs if not scalar):
         rule = "no output of encode requires grad, and the loss depends on nothing else that does."
         _refuse(
             rule, "Let encode keep its graph: without no_grad, inference_mode and detach.", group
         )
     return value.detach()
+
+
+def _encode_beside(
+    encode: Callable[[Batch], Any],
+    batch: Batch,
+    times: int,
+    modules: Sequence[nn.Module],
+    devices: Sequence[int],
+) -> list[list[Tensor]]:
+    """Encode a batch for the sake of other ranks; the states of random numbers before each time.
+
+    In step 1 before the others too: collectives in ``encode`` join the same micro-batches of all ranks in both
+    (test_collectives_of_the_encoder_join_the_same_micro_batches_twice).
+    """
+    states = []
+    with torch.random.fork_rng(devices):
+        for _ in range(times):
+            states.append(random_state(devices))
+            with kept_buffers(modules):
+                encode(batch)
+    return states
+
+
+def _encode_all(
+    encode: Callable[[Batch], Any],
+    micro_batches: Sequence[Batch],
+    devices: Sequence[int],
+    group: GroupLike,
+) -> tuple[list[list[Tensor]], list[Output]]:
+    """The states of random numbers before each encoding, and what it gives."""
+    states: list[list[Tensor]] = []
+    outputs: list[Output] = []
+    for batch in micro_batches:
+        states.append(random_state(devices))
+        outputs.append(_encoded(encode(batch), group, *outputs[:1]))
+    return states, outputs
 
 
 def _listed(
@@ -175,7 +212,7 @@ def _most_micro_batches(count: int, modules: Sequence[nn.Module], group: GroupLi
     )
 
 
-def _encoded(returned: Any, group: GroupLike, first: _Output | None = None) -> _Output:
+def _encoded(returned: Any, group: GroupLike, first: Output | None = None) -> Output:
     """The output of an encoder, if it is one; its names in the order of the first one."""
     named = returned if isinstance(returned, dict) else {}
     if not isinstance(returned, (Tensor, tuple, list, dict)):
@@ -185,13 +222,13 @@ def _encoded(returned: Any, group: GroupLike, first: _Output | None = None) -> _
     for name, x in named.items():
         if not isinstance(x, (Tensor, Real)):
             _refuse(f"output {name!r} of encode is {type(x).__name__}.", _OUTPUTS, group)
-    output = _Output(returned)
+    output = Output(returned)
     if first is None or first.is_like(output):
         return output
     if first.names is None or output.names is None or {*first.names} != {*output.names}:
         found = f"encode returned {output} for one micro-batch, {first} for the first."
         _refuse(found, "Return the same outputs for each, in any order if they have names.", group)
-    return _Output({name: returned[name] for name in first.names})
+    return Output({name: returned[name] for name in first.names})
 
 
 _OUTPUTS = "Return a tensor, or a tuple, list or dict of tensors and numbers."
@@ -226,92 +263,7 @@ def _check_loss(value: object, backward: object, group: GroupLike) -> None:
         _refuse(rule, "Return one number, or give a backward= that takes the tensor.", group)
 
 
-class _Buffers:
-    """The buffers of modules as they were."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        owners = {owner: None for module in modules for owner in module.modules()}
-        self.named = [(owner, own_buffers(owner)) for owner in owners]
-        buffers = {id(b): b for _, named in self.named for b in named.values() if b is not None}
-        self.values = [(b, b.detach().clone()) for b in buffers.values() if _can_change(b)]
-
-    def restore(self) -> None:
-        for owner, named in self.named:
-            for name in own_buffers(owner).keys() - named.keys():
-                delattr(owner, name)
-            for name, buffer in named.items():
-                setattr(owner, name, buffer)
-        for buffer, value in self.values:
-            # As data: a graph that needs this buffer need not know that it changed and is as it was.
-            buffer.data.copy_(value)
-
-
-def _can_change(buffer: Tensor) -> bool:
-    """Whether torch would write to it here: not if its elements share memory, or it is of inference mode."""
-    if buffer.is_inference():
-        return False
-    if buffer.layout is not torch.strided:
-        return True
-    lengths = zip(buffer.shape, buffer.stride(), strict=True)
-    return all(stride or length <= 1 for length, stride in lengths)
-
-
-class _Output:
-    """What the encoder returned: its tensors, and their names if it was a dict."""
-
-    def __init__(self, returned: Any) -> None:
-        self.names = list(returned) if isinstance(returned, dict) else None
-        values = returned.values() if isinstance(returned, dict) else returned
-        listed = [values] if isinstance(values, Tensor) else list(values)
-        # A number is a scalar without a gradient.
-        self.tensors: list[Tensor] = [number(x) for x in listed]
-
-    def __str__(self) -> str:
-        if self.names is not None:
-            return ", ".join(map(repr, self.names))
-        count = len(self.tensors)
-        return f"{count} output{'' if count == 1 else 's'}"
-
-    def is_like(self, other: _Output) -> bool:
-        return self.names == other.names and len(self.tensors) == len(other.tensors)
-
-    def rows(self) -> set[int]:
-        """The lengths of the embeddings: of all tensors that are surely not scalars."""
-        return {len(x) for x in self.tensors if x.dim() > 1 and x.numel() != 1}
-
-    def call(self, loss: Callable[..., Tensor]) -> Tensor:
-        if self.names is None:
-            return loss(*self.tensors)
-        return loss(**dict(zip(self.names, self.tensors, strict=True)))
-
-    def backward(
-        self, gradients: Sequence[Tensor | None], more: Sequence[tuple[Tensor, Tensor]] = ()
-    ) -> None:
-        """Run backward from the outputs with these gradients, and from ``more`` tensors with theirs."""
-        pairs = [
-            (x, g)
-            for x, g in zip(self.tensors, gradients, strict=True)
-            if g is not None and x.requires_grad
-        ]
-        pairs += more
-        if pairs:
-            torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
-
-
-def _find_scalars(outputs: Sequence[_Output]) -> list[bool]:
-    """Whether each tensor that the encoder returns is a scalar.
-
-    A tensor of shape (1,) may also hold one value per row, as labels do. It is a scalar if the
-    embeddings of some micro-batch have another number of rows.
-    """
-    other_rows = any(rows and 1 not in rows for rows in (output.rows() for output in outputs))
-    return [
-        all(x.dim() == 0 or (x.numel() == 1 and other_rows) for x in tensors)
-        for tensors in zip(*(output.tensors for output in outputs), strict=True)
-    ]
-
-
-def _named_scalars(output: _Output, scalars: Collection[int | str], group: GroupLike) -> list[bool]:
+def _named_scalars(output: Output, scalars: Collection[int | str], group: GroupLike) -> list[bool]:
     if not isinstance(scalars, Collection) or isinstance(scalars, str):
         given = type(scalars).__name__
         _refuse(f"scalars is {given}.", "Give a list of positions or names, or None.", group)
@@ -325,7 +277,7 @@ def _named_scalars(output: _Output, scalars: Collection[int | str], group: Group
 
 
 def _check_embeddings(
-    outputs: Sequence[_Output], is_scalar: Sequence[bool], group: GroupLike
+    outputs: Sequence[Output], is_scalar: Sequence[bool], group: GroupLike
 ) -> None:
     """Raise unless embeddings differ between micro-batches in dim 0 only."""
     first = outputs[0]
@@ -343,50 +295,9 @@ def _check_embeddings(
                 _refuse(rule, "Return the same for each; the number of rows may differ.", group)
 
 
-def _join(outputs: Sequence[_Output], is_scalar: Sequence[bool]) -> _Output:
-    """All outputs as one, with leaf tensors: embeddings joined, scalars of the last micro-batch."""
-    last = outputs[-1]
-    joined = [
-        x.clone() if scalar else torch.cat([output.tensors[i] for output in outputs])
-        for i, (x, scalar) in enumerate(zip(last.tensors, is_scalar, strict=True))
-    ]
-    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in joined]
-    return _Output(leaves if last.names is None else dict(zip(last.names, leaves, strict=True)))
-
-
-def _split_gradients(
-    joined: _Output, outputs: Sequence[_Output], is_scalar: Sequence[bool]
-) -> list[list[Tensor | None]]:
-    """The gradients of each micro-batch's output; the last one gets those of scalars."""
-    by_tensor: list[Sequence[Tensor | None]] = []
-    for i, (x, scalar) in enumerate(zip(joined.tensors, is_scalar, strict=True)):
-        if x.grad is None:
-            by_tensor.append([None] * len(outputs))
-        elif scalar:
-            by_tensor.append([torch.zeros_like(x)] * (len(outputs) - 1) + [x.grad])
-        else:
-            by_tensor.append(list(x.grad.split([len(output.tensors[i]) for output in outputs])))
-    return [list(gradients) for gradients in zip(*by_tensor, strict=True)]
-
-
 @contextmanager
 def _no_sync(wrapped: Sequence[Any]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in wrapped:
             stack.enter_context(module.no_sync())
         yield
-
-
-def _devices() -> list[int]:
-    """The CUDA devices whose random numbers an encoder may use."""
-    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-
-
-def _random_state(devices: Sequence[int]) -> list[Tensor]:
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices)]
-
-
-def _set_random_state(devices: Sequence[int], states: Sequence[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for device, state in zip(devices, states[1:], strict=True):
-        torch.cuda.set_rng_state(state, device)

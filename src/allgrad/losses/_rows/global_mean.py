@@ -215,4 +215,22 @@ def _in_steps(
         found = torch.autograd.grad(
             mean, inputs, by_mean, create_graph=graph, materialize_grads=True
         )
+        if graph and any(needed) and not needed[0]:
+            # The message of this gradient is in the second derivative of the other ranks.
+            first = needed.index(True)
+            linked: Tensor = _Linked.apply(found[first], found[0])  # type: ignore[no-untyped-call]
+            found = (*found[:first], linked, *found[first + 1 :])
     return [g if n else None for g, n in zip(found, needed, strict=True)]
+
+
+class _Linked(torch.autograd.Function):
+    """The first, whose derivative also comes to the second, as zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        ctx.save_for_backward(other)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.zeros_like(ctx.saved_tensors[0])
