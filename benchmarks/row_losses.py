@@ -1,10 +1,10 @@
 """Losses over rows beside their formula over all scores, on one process, in turns: forward and backward.
 
     python benchmarks/row_losses.py [--device cuda] [--dtype float32] [--width 256]
-                                    [--pairs 32 128 512 2048 4096] [--rounds 30]
+                                    [--pairs 32 128 512 2048 4096] [--rounds 30] [--eager]
 
-The formulas are those of ``allgrad.losses.reference`` in the features' dtype, eager and compiled; they keep
-all scores. ``cross_entropy`` has 8,192 words, ``maxsim_loss`` 8 tokens a sample, up to 512 samples. Times are
+The formulas are those of ``allgrad.losses.reference`` in the features' dtype, eager and compiled (not with
+``--eager``); they keep all scores. ``cross_entropy`` has 8,192 words, ``maxsim_loss`` 8 tokens a sample, up to 512 samples. Times are
 medians in ms, the device waited for.
 """
 
@@ -97,12 +97,14 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--pairs", type=int, nargs="+", default=[32, 128, 512, 2048, 4096])
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--eager", action="store_true")
     given = parser.parse_args()
     dtype, wait = getattr(torch, given.dtype), given.device == "cuda"
     print(f"{given.device}, torch {torch.__version__}, {given.dtype}, width {given.width}")
     print(f"{'':34}{'allgrad':>10}{'formula':>10}{'compiled':>10}")
     for pairs in given.pairs:
         for name, steps in cases(pairs, given.width, dtype, given.device).items():
+            del steps[2 if given.eager else 3 :]
             times: list[list[float]] = [[] for _ in steps]
             for number in range(3 + given.rounds):
                 for i in random.sample(range(len(steps)), len(steps)):

@@ -214,6 +214,18 @@ def test_rank_without_gradient_takes_part(rank, world, name):
 
 
 @pytest.mark.ranks(3)
+def test_receivers_of_scatter_may_pass_any_list(rank):
+    """It is ignored, and has gradients of zero."""
+    given = [leaf(random((2, 3), i)) for i in range(3)] if rank == 1 else None
+    ignored = [leaf(torch.ones(n, 2, dtype=torch.float64)) for n in (1, 4)]
+    y = compat.scatter(given or ignored, 1)
+    assert torch.equal(y.detach(), random((2, 3), rank))
+    (y * (rank + 1)).sum().backward()
+    for i, x in enumerate(given or ignored):
+        assert torch.equal(x.grad, torch.full_like(x, i + 1 if rank == 1 else 0))
+
+
+@pytest.mark.ranks(3)
 def test_receivers_of_scatter_pass_none(rank):
     """As documented; the original unpacks the None and raises there, and src waits."""
     xs = [random((2,), i).requires_grad_() for i in range(3)] if rank == 1 else None

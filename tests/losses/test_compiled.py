@@ -226,3 +226,13 @@ def test_graph_dropped_without_backward_is_freed():
     with torch.no_grad():
         assert not compiled(q, k, scale).requires_grad
     assert not graph_op._graphs
+
+
+@pytest.mark.parametrize("sizes", [torch.tensor([3]), np.array([3])])
+def test_sizes_that_are_no_ints_are_named(sizes):
+    x = torch.randn(3, 4)
+    compiled = torch.compile(
+        partial(losses.clip_loss, sizes=sizes), backend="aot_eager", fullgraph=True
+    )
+    with pytest.raises(Exception, match="Give ints in a compiled function"):
+        compiled(x, x, 1.0)

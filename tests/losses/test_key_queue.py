@@ -245,3 +245,11 @@ def test_a_queue_that_differs_between_ranks_is_noticed(rank, world):
             losses[0]()
         for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float64):
             KeyQueue(4, 4, dtype=dtype).push(torch.ones(1, 4))
+
+
+def test_a_queue_made_in_inference_mode_serves_a_loss_with_a_gradient():
+    with torch.inference_mode():
+        queue = KeyQueue(4, 2)
+    x = torch.randn(3, 2, requires_grad=True)
+    multiple_negatives_loss(x, x.detach(), 1.0, queue=queue).backward()
+    assert x.grad.isfinite().all()

@@ -5,6 +5,7 @@ import time
 from functools import partial
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -370,6 +371,18 @@ def test_with_sizes_given_ranks_that_differ_raise_on_every_rank(rank, differs):
     with pytest.raises(InputError, match="rank 1 has another"):
         call(targets, **options)
     assert torch.isfinite(call(torch.arange(4), sizes=[2, 3]))
+
+
+def test_targets_of_few_bits_and_an_ignore_index_beyond_them():
+    hidden, weight, targets = random((4, 3), 1), random((5, 3), 2), torch.arange(4)
+    for ignore_index in (2**32, -(2**40), np.int64(1)):
+        want = torch.nn.functional.cross_entropy(
+            hidden @ weight.T, targets, ignore_index=int(ignore_index)
+        )
+        got = cross_entropy(hidden, weight, targets.int(), ignore_index=ignore_index)
+        torch.testing.assert_close(got, want)
+    with pytest.raises(InputError, match=r"ignore_index=1\.0"):
+        cross_entropy(hidden, weight, targets, ignore_index=1.0)
 
 
 @pytest.mark.ranks(3)

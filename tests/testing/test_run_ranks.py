@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -132,15 +133,22 @@ def test_each_call_begins_with_the_same_state() -> None:
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(False)
         torch.set_default_device("meta")
+        torch.use_deterministic_algorithms(True)
+        torch.autograd.set_detect_anomaly(True)
+        os.environ["ONLY_IN_SPOIL"] = "1"
+        np.random.seed(5)  # noqa: NPY002
 
-    def body() -> tuple[float, torch.dtype, bool]:
-        return torch.rand(()).item(), torch.get_default_dtype(), torch.is_grad_enabled()
+    def body() -> tuple[Any, ...]:
+        strict = torch.are_deterministic_algorithms_enabled() or torch.is_anomaly_enabled()
+        modes = torch.get_default_dtype(), torch.is_grad_enabled(), strict
+        return torch.rand(()).item(), np.random.rand(), *modes, "ONLY_IN_SPOIL" in os.environ  # noqa: NPY002
 
     first = run_ranks(body, 2)
     run_ranks(spoil, 2)
     assert run_ranks(body, 2) == first
     assert first[0][0] != first[1][0]
-    assert first[0][1:] == (torch.float32, True)
+    assert first[0][1] != first[1][1]
+    assert first[0][2:] == (torch.float32, True, False, False)
 
 
 # What a call leaves in its world

@@ -101,9 +101,14 @@ def scatter(tensors: Sequence[Tensor] | None, src: int = 0, group: GroupLike = N
     def check() -> Tensor | None:
         if tensors is None and not here:
             return None
-        _check_list("scatter", "tensors", tensors, call.size if here else None, one_shape=True)
+        _check_list("scatter", "tensors", tensors, call.size if here else None, one_shape=here)
         assert tensors is not None
-        return torch.cat([t.unsqueeze(0)[: None if here else 0] for t in tensors])
+        if here:
+            return torch.stack(tuple(tensors))
+        # Joined, so that all of them have a gradient, of zero; as matrices, since torch cuts the graph behind
+        # a cat of empty vectors.
+        nothing = torch.cat([t.reshape(1, -1)[:, :0] for t in tensors])
+        return nothing.reshape(0, *tensors[0].shape)
 
     whole = _agreed("scatter", call, tensors, check)
     piece: Tensor = ag.scatter(whole, root, group=group)

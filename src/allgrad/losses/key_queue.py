@@ -128,10 +128,13 @@ class KeyQueue(HoldsGroup, _Queued, nn.Module):
             raise InputError(f"KeyQueue: {capacity=}, {width=}.\nGive positive whole numbers.")
         self.capacity, self.width, self.group = capacity, width, group
         # The newest key stands last; what is not filled yet is at the front.
-        self.register_buffer("features", torch.zeros(capacity, width, device=device, dtype=dtype))
-        made = torch.zeros(capacity, dtype=torch.int64, device=device) if ids else None
+        with torch.inference_mode(False):  # autograd is to save them
+            made = torch.zeros(capacity, dtype=torch.int64, device=device) if ids else None
+            features = torch.zeros(capacity, width, device=device, dtype=dtype)
+            count = torch.zeros((), dtype=torch.int64, device=device)
+        self.register_buffer("features", features)
         self.register_buffer("ids", made)
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=device))
+        self.register_buffer("count", count)
 
     def _state(self) -> str:
         """``spec``, and whether it is full. Not the count, with which no push would be like the one before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import wraps
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeAlias, cast
 from zlib import crc32
 
@@ -125,7 +126,7 @@ def cross_entropy(
 
     def check() -> CallSpec:
         _check_tensors(hidden, weight, targets, bias)
-        _check_options(label_smoothing, reduction)
+        _check_options(label_smoothing, reduction, ignore_index)
         same = {
             "shape of hidden": tuple(hidden.shape),
             "dtype": hidden.dtype,
@@ -155,7 +156,7 @@ def cross_entropy(
             check, hidden, weight, targets, ignore_index, label_smoothing, sizes, group
         )
 
-    flat = targets.reshape(-1)
+    flat = targets.reshape(-1).long()  # ignore_index may be beyond 32 bits
     counted = flat != ignore_index
     own = _Words(sum(words[:rank]), words[rank], sum(words)).indices(flat, counted)
     rows = share(hidden, group=group).reshape(targets.numel(), hidden.shape[-1])
@@ -317,7 +318,7 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor
     )
 
 
-def _check_options(label_smoothing: float, reduction: str) -> None:
+def _check_options(label_smoothing: float, reduction: str, ignore_index: int) -> None:
     require(
         0 <= label_smoothing <= 1,
         InputError,
@@ -329,6 +330,12 @@ def _check_options(label_smoothing: float, reduction: str) -> None:
         InputError,
         f"there is no reduction={reduction!r}.",
         'Use "mean", "sum" or "none".',
+    )
+    require(
+        isinstance(ignore_index, Integral),
+        InputError,
+        f"ignore_index={ignore_index!r}.",
+        "Give a whole number.",
     )
 
 

@@ -21,6 +21,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 
 from allgrad._wire import world
@@ -75,6 +76,7 @@ def _enter(message: Enter) -> tuple[world.World | None, Entered | RankError]:
 
 def _perform(call: Call, current: world.World) -> Finished | RankError:
     """Run the function; return its result or its failure as a message."""
+    environment = dict(os.environ)
     try:
         _reset(call, current.rank)
         function, args, witness = deserialize(call.pickled, "the function")
@@ -86,6 +88,9 @@ def _perform(call: Call, current: world.World) -> Finished | RankError:
     except BaseException as error:  # noqa: BLE001 - a rank's sys.exit() is a failure too
         return RankError.of(current.rank, error, time.monotonic())
     finally:
+        if os.environ != environment:
+            os.environ.clear()
+            os.environ.update(environment)
         for stream in (sys.stdout, sys.stderr):
             # The function may have closed or removed it: some ranks are to print nothing.
             with contextlib.suppress(AttributeError, OSError, ValueError):
@@ -101,8 +106,11 @@ def _reset(call: Call, rank: int) -> None:
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
     torch.manual_seed(rank)
     random.seed(rank)
+    np.random.seed(rank)  # noqa: NPY002
 
 
 def _send(connection: Connection, message: Any) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import allgrad as ag
-from allgrad.errors import InputError
+from allgrad.errors import AllgradError, InputError
 from allgrad.losses import (
     KeyQueue,
     clip_loss,
@@ -62,6 +62,16 @@ def test_nested_tensors_of_either_layout(rank, world):
     for layout in (torch.strided, torch.jagged):
         nested = torch.nested.nested_tensor(xs, layout=layout)
         torch.testing.assert_close(maxsim_loss(nested, nested, 1.0), want)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.ranks(2)
+def test_nested_features_with_sizes_are_refused(rank):
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(1, 4)], layout=layout)
+        for arguments in ((nested, nested, 1.0), (torch.ones(2, 4), torch.ones(2, 4), nested)):
+            with pytest.raises(AllgradError):
+                clip_loss(*arguments, sizes=[2, 2])
 
 
 @pytest.mark.ranks(3)

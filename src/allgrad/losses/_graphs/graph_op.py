@@ -29,7 +29,7 @@ from allgrad._core.torch_internals import (
     process_group_named,
 )
 from allgrad._wire.calls import at_site, resolve, traced_site
-from allgrad.errors import ModeError
+from allgrad.errors import ModeError, SizesError
 from allgrad.losses._graphs.in_graphs import EAGER
 from allgrad.losses.key_queue import KeyQueue, QueuedKeys
 
@@ -63,6 +63,9 @@ def trace(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
         if key == "group":
             group = value
         elif key == "sizes" and value is not None and not isinstance(value, str):
+            if hasattr(value, "dtype"):
+                kind = type(value).__name__
+                raise SizesError(f"{name}: sizes is a {kind}.\nGive ints in a compiled function.")
             arguments.append(f"sizes {len(value)} of sizes")
             sizes += list(value)
         else:

@@ -36,7 +36,7 @@ def signature(
         return None
     parts: list[object] = []
     for x in tensors:
-        if x is not None and type(x) not in _PLAIN_TYPES:
+        if x is not None and (type(x) not in _PLAIN_TYPES or x.is_nested):
             return None
         parts.append(x if x is None else (x.shape, x.dtype, x.device, x.layout))
     return name, world, torch.is_grad_enabled(), hashable(sizes), *parts, *options
