@@ -107,8 +107,8 @@ def maxsim_loss(
     the largest product share its gradient equally.
 
     Cost: the token scores of a chunk of queries and documents exist at a time, and are computed
-    again in backward, unless there are at most 2 million. Forward sends the documents' tokens and
-    lengths, after one small message unless the call is expected (``supcon_loss``), backward the gradients
+    again in backward, unless there are at most 2 million (on a device 16 million). Forward sends the
+    documents' tokens and lengths, after one small message unless the call is expected (``supcon_loss``), backward the gradients
     of the tokens; ``symmetric`` doubles what is sent, not the messages.
     """
     arguments: dict[str, object] = {"query": query, "query_mask": query_mask}

@@ -80,8 +80,8 @@ def supcon_loss(
 
     Cost: one gather of keys with ids, one sum of two numbers; backward one message; one small message more
     unless the call is expected, as in a loop over equal batches. Scores exist in chunks, computed in
-    forward and again in backward; up to 2 million on a rank are kept instead. A margin computes them once
-    more.
+    forward and again in backward; up to 2 million on a rank (on a device 16 million) are kept instead. A
+    margin computes them once more.
     """
     return _several_positives(
         "supcon_loss",

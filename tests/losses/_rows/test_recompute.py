@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from allgrad.errors import ModeError
-from allgrad.losses._rows.recompute import KEPT_SCORES, recomputed
+from allgrad.losses._rows.recompute import KEPT_SCORES, KEPT_SCORES_ON_DEVICES, recomputed
 from exactness import leaf, random
 from losses.kept_memory import largest_kept
 
@@ -206,3 +206,20 @@ def test_eager_gradients_without_a_graph_are_those_of_once(scores):
     )
     torch.testing.assert_close(second, want)
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    "scores", [KEPT_SCORES + 1, KEPT_SCORES_ON_DEVICES, KEPT_SCORES_ON_DEVICES + 1]
+)
+def test_more_scores_are_kept_on_a_device(scores):
+    """Of functions that keep little."""
+    x, w = (torch.ones(n, 2, device="meta", requires_grad=True) for n in (3, 4))
+    calls = []
+
+    def counted(x, w):
+        calls.append(torch.is_grad_enabled())
+        return plain(x, w)
+
+    recomputed(plain, x, w, scores=scores, once=counted)
+    recomputed(counted, x, w, scores=scores)
+    assert calls == [True] * (scores <= KEPT_SCORES_ON_DEVICES) + [False]

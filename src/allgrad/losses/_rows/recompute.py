@@ -29,6 +29,8 @@ __all__ = ["KEPT_SCORES", "inner_graph", "recomputed"]
 
 # With some ten tensors of that many numbers, in float32, less than 100 MiB.
 KEPT_SCORES = 1 << 21
+# Of functions that keep a few such tensors, on a device: some 64 MiB each.
+KEPT_SCORES_ON_DEVICES = 1 << 24
 
 
 def recomputed(
@@ -56,7 +58,8 @@ def recomputed(
             "Take one of the two derivatives with torch.func.grad or vjp."
         )
     if torch.is_grad_enabled() and is_plain_autograd():
-        keeps = scores <= KEPT_SCORES
+        on_device = once is not None and _device(inputs).type != "cpu"
+        keeps = scores <= (KEPT_SCORES_ON_DEVICES if on_device else KEPT_SCORES)
         found: Tensor = _Eager.apply(function, once or function, keeps, *inputs)  # type: ignore[no-untyped-call]
         return found
     (result,) = _recomputed_tuple(lambda *xs: (function(*xs),), inputs)
