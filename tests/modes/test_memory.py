@@ -17,11 +17,12 @@ NONLINEAR = ("prod", "min", "max", "logsumexp")
 
 
 def saved_by(run):
-    """The tensors that a call saves for backward."""
+    """The tensors with numbers that a call saves for backward: empty ones mark it for a checkpoint."""
     saved = []
 
     def pack(t):
-        saved.append(t)
+        if t.numel():
+            saved.append(t)
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
