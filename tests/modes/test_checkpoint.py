@@ -8,9 +8,12 @@ import contextlib
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import allgrad as ag
+from allgrad import share
+from allgrad.losses import clip_loss, cross_entropy, info_nce_loss, supcon_loss
 from allgrad.nn import combine, dispatch
 from calls import CALLS, Place
 from exactness import leaf, random, same
@@ -113,6 +116,82 @@ def test_started_calls(rank, world, tail, waits_inside, early):
         same(run(x, early), want, "the gradient once more")
 
 
+def inside(x, run, how):
+    """A call with something around it that hides what it saves from the checkpoint."""
+    if how == "checkpoint":
+        return checkpoint(run, x, use_reentrant=False)
+    if how == "two checkpoints":
+        return checkpoint(lambda x: inside(x, run, "checkpoint").sin(), x, use_reentrant=False)
+    if how == "hooks":
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.abs().max() * 0 + x, lambda x: x):
+            return run(x)
+    if how == "save_on_cpu":
+        with torch.autograd.graph.save_on_cpu():
+            return run(x)
+    if how == "vmap":
+        return torch.vmap(run)(torch.stack([x, x.cos()])).sum(0)
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(run(forward_ad.make_dual(x, x.cos())))[1]
+
+
+HIDDEN = ("checkpoint", "two checkpoints", "hooks", "save_on_cpu", "vmap", "dual numbers")
+
+
+@EARLY
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("how", HIDDEN)
+def test_calls_inside_of_something_else(rank, world, how, tail, early):
+    x = random((2, 3), rank)
+
+    def block(x):
+        return TAILS[tail](inside(x, lambda x: ag.all_reduce(x.sin()), how), rank, world)
+
+    same(derived(block, x, early), derived(block, x, None), "the gradient")
+
+
+LOSSES = {
+    "clip": lambda x: clip_loss(x, x.cos(), 2.0),
+    "info_nce": lambda x: info_nce_loss(x, x.cos(), 2.0),
+    "supcon": lambda x: supcon_loss(x, x.cos(), 2.0, torch.arange(2), torch.arange(2)),
+    "cross_entropy": lambda x: cross_entropy(share(x.sum(0)[None]), x, torch.tensor([1])),
+}
+
+
+@EARLY
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", ["checkpoint", "save_on_cpu"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_inside_of_something_else(rank, world, name, how, early):
+    x = random((2, 3), rank)
+
+    def block(x):
+        return TAILS["last rank goes on"](inside(x, LOSSES[name], how), rank, world)
+
+    same(derived(block, x, early), derived(block, x, None), "the gradient")
+
+
+@EARLY
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_backward_inside_of_a_block(rank, world, create_graph, early):
+    """What the checkpoint calls again there is no part of the lockstep block."""
+
+    def run(x, early):
+        def block(x):
+            return TAILS["last rank goes on"](ag.all_reduce(x.sin()), rank, world)
+
+        x = leaf(x.detach())
+        with ag.deadline(30), ag.lockstep() as step:
+            y = region(block, x, early)
+            (g,) = torch.autograd.grad(y.sum(), x, retain_graph=True, create_graph=create_graph)
+            step.backward(ag.all_reduce(y).sum() + g.detach().sum())
+        return torch.cat([x.grad, g.detach()])
+
+    x = random((2, 3), rank)
+    same(run(x, early), run(x, None), "the gradients")
+
+
 @EARLY
 @pytest.mark.ranks(2, 3)
 def test_experts_without_tokens(rank, world, early):
@@ -151,10 +230,12 @@ def test_backward_twice_and_second_derivatives(rank):
 
 
 @pytest.mark.ranks(2)
-def test_a_call_outside_of_hooks_goes_backward_twice_without_its_graph_kept(rank, world):
-    """As linear functions of torch do: it saves nothing there."""
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
+def test_a_call_goes_backward_twice_without_its_graph_kept(rank, world, hooks):
+    """As linear functions of torch do: it saves nothing outside of a checkpoint."""
     x = leaf(random((2, 3), rank))
-    y = ag.all_reduce(x).sum()
+    with hooks():
+        y = ag.all_reduce(x).sum()
     y.backward()
-    y.backward()
-    assert torch.equal(x.grad, torch.full_like(x, 2.0 * world))
+    (2 * y).backward()
+    assert torch.equal(x.grad, torch.full_like(x, 3.0 * world))

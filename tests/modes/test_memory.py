@@ -17,12 +17,11 @@ NONLINEAR = ("prod", "min", "max", "logsumexp")
 
 
 def saved_by(run):
-    """The tensors with numbers that a call saves for backward: empty ones mark it for a checkpoint."""
+    """The tensors that a call saves for backward."""
     saved = []
 
     def pack(t):
-        if t.numel():
-            saved.append(t)
+        saved.append(t)
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):

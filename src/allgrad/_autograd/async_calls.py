@@ -208,8 +208,8 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pending: PendingCall, anchor: Tensor, *xs: Tensor) -> Tensor:
         ctx.pending, pending.started_by = pending, ref(ctx)
-        checkpoints.mark(ctx)
         pending.start(xs)
+        checkpoints.mark(ctx)
         return anchor.new_empty(0)
 
     @staticmethod

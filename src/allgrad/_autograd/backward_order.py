@@ -117,9 +117,12 @@ def _count_recording(change: int) -> None:
 
 
 def current_chain() -> Chain | None:
-    """The chain to which this thread's collectives are tied, if any."""
+    """The chain to which this thread's collectives are tied, if any.
+
+    Not what a checkpoint calls again in a backward inside of the block (test_backward_inside_of_a_block).
+    """
     blocks = _THREAD.blocks
-    return blocks[-1][0] if blocks else None
+    return blocks[-1][0] if blocks and not checkpoints.is_recomputing() else None
 
 
 class _HandOn(torch.autograd.Function):
@@ -141,8 +144,9 @@ class _InOrder(torch.autograd.Function):
         ctx: Any, chain: Chain, pair: AdjointPair, token: Tensor, *xs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.chain, ctx.pair = chain, pair
+        results = transforms.run_map(pair, xs)
         checkpoints.mark(ctx)
-        return token.new_empty(0), *transforms.run_map(pair, xs)
+        return token.new_empty(0), *results
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -272,9 +272,11 @@ class _Apply(torch.autograd.Function):
         ctx.pair = pair = inputs[0]
         if pair.call is not None:
             call_order.register(ctx, pair.call, inputs[2])
+        checkpoints.mark(ctx)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        checkpoints.come_to(ctx)
         if ctx.pair.call is not None:
             call_order.check(ctx, ctx.pair.call)
         return None, anchor_gradient(ctx), *apply_adjoint(ctx.pair, gradients)
@@ -306,24 +308,23 @@ class _Reverse(torch.autograd.Function):
         *xs: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.pair, made = pair, pair.made
-        checkpoints.mark(ctx)
         # While one thread makes the calls, on the host, their place needs no record.
         if made is not None:
-            call = made.call
-            group = call.group
+            group = made.call.group
             if group.size > 1 and (
                 group.thread is not THREAD.token or _STATE.gated or not xs[0].is_cpu
             ):
-                call_order.register(ctx, call, xs[0])
-        return run_map(pair, xs)
+                call_order.register(ctx, made.call, xs[0])
+        results = run_map(pair, xs)
+        checkpoints.mark(ctx)
+        return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         checkpoints.come_to(ctx)
         pair = ctx.pair
-        made = pair.made
-        if made is not None and made.call.size > 1:
-            call_order.check(ctx, made.call)
+        if pair.made is not None and pair.made.call.size > 1:
+            call_order.check(ctx, pair.made.call)
         return None, anchor_gradient(ctx), *apply_adjoint(pair, gradients)
 
 
@@ -373,8 +374,7 @@ def _trace(pair: AdjointPair, xs: Sequence[Tensor], *, stop: bool) -> tuple[Tens
     if tied and pair.made is not None:
         from allgrad._autograd import graph_ops
 
-        in_order: tuple[Tensor, ...] = graph_ops.run_in_lockstep(pair, xs)
-        return in_order
+        return graph_ops.run_in_lockstep(pair, xs)  # type: ignore[no-any-return]
     if stop:
         with torch.no_grad():
             return tuple(_in_graph(pair, [x.detach() for x in xs]))

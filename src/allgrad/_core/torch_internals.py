@@ -81,7 +81,9 @@ __all__ = [
     "never_traced",
     "node_class",
     "nodes_made",
+    "pop_saved_tensor_hooks",
     "process_group_named",
+    "push_saved_tensor_hooks",
     "rebatch",
     "saved_tensor_hooks",
     "sequence_number",
@@ -261,10 +263,11 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
-# The hooks for saved tensors, None if there are none: a checkpoint's, for one. Without it: as if there were.
-saved_tensor_hooks: Callable[[], object] = partial(
-    getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", bool), False
-)
+# The stack of hooks for saved tensors, such as a checkpoint's: its top, None if there are none, and changes of
+# it. Without them: what each rank computes behind a call decides whether a checkpoint makes it again.
+saved_tensor_hooks: Any = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
+pop_saved_tensor_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 
 
 def in_selective_checkpoint() -> bool:

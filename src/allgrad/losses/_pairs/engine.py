@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allgrad._autograd import call_order, started_calls
+from allgrad._autograd import call_order, checkpoints, started_calls
 from allgrad._autograd.backward_order import current_chain
 from allgrad._autograd.transforms import ANCHOR, is_plain_autograd
 from allgrad._core.torch_internals import anchor_gradient, functorch_active, never_traced
@@ -121,6 +121,7 @@ class _ContrastiveLoss(torch.autograd.Function):
         if ctx.call.size > 1:
             call_order.register(ctx, ctx.call, q)
         ctx.save_for_backward(q, k, scale, bias, *kept.flatten())
+        checkpoints.mark(ctx)
         return loss
 
     @staticmethod
@@ -128,6 +129,7 @@ class _ContrastiveLoss(torch.autograd.Function):
         if ctx.call.size > 1:
             call_order.check(ctx, ctx.call)
         refuse_batches(ctx.config.name, by_loss)
+        checkpoints.come_to(ctx)
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         x, kept = Inputs(*saved[:4]), Kept.unflatten(saved[4:])
         # create_graph=True, or torch.vmap of backward

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from allgrad._autograd import call_order, started_calls
+from allgrad._autograd import call_order, checkpoints, started_calls
 from allgrad._autograd.transforms import ANCHOR, in_lockstep, is_plain_autograd
 from allgrad._core.torch_internals import anchor_gradient, never_traced, version_of
 from allgrad._wire import primitives as wire
@@ -128,6 +128,7 @@ class _Mean(torch.autograd.Function):
         mean: Tensor = total / weight
         ctx.kept = sums, inputs, torch.stack([1 / weight, -mean / weight])
         ctx.save_for_backward(message, *tensors)
+        checkpoints.mark(ctx)
         return mean
 
     @staticmethod
@@ -137,6 +138,7 @@ class _Mean(torch.autograd.Function):
         # Before they are asked for: torch would raise on this rank alone.
         if any(x is not None and version_of(x) != version for x, version in _alive(ctx.versions)):
             refuse(ctx.call, _changed(ctx.how.name))
+        checkpoints.come_to(ctx)
         saved = ctx.saved_tensors  # once: a checkpoint gives them once
         own, constants = saved[: 1 + ctx.count], saved[1 + ctx.count :]
         needed = ctx.needs_input_grad[3 : 4 + ctx.count]
