@@ -5,12 +5,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import allgrad as ag
 from allgrad._wire import primitives as wire
 from allgrad.errors import GroupError, InputError, TensorError
-from allgrad.module_state import StateMismatch, free_storage, sync, verify
+from allgrad.module_state import StateMismatch, compare, free_storage, sync, verify
 
 
 def random_like(x, seed):
@@ -392,3 +393,60 @@ def test_tensor_without_bytes_of_its_own_is_named_on_every_rank(rank, world, mak
     assert state["good"].eq(rank).all()
     sync(state, odd, ignore=["bad"])
     assert state["good"].eq(odd).all()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("call", [sync, compare, verify])
+def test_states_inside_of_a_dict_are_refused(rank, world, call):
+    """Their tensors would be left out in silence: of a checkpoint, or an optimizer's state_dict."""
+    model = nn.Linear(2, 2)
+    for inner in (model.state_dict(), [torch.ones(1)], model, torch.optim.SGD([torch.ones(1)])):
+        with pytest.raises(InputError, match="'model' is a"):
+            call({"model": inner, "step": 5})
+
+
+@pytest.mark.ranks(3)
+def test_numbers_in_a_dict_are_sent_too(rank, world):
+    state = {"step": 5 + rank, "weight": torch.full((2,), float(rank)), "name": f"of {rank}"}
+    sync(state, src=1)
+    assert state["weight"].tolist() == [1.0, 1.0]
+    assert (state["step"], state["name"]) == (6, "of 1")
+    verify(state)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("ignore", [None, 5, [0], b"weight", [["weight"]]])
+def test_what_no_names_are_to_ignore_raises_on_every_rank(rank, world, ignore):
+    for call in (sync, compare, verify):
+        with pytest.raises(InputError, match="ignore holds"):
+            call(nn.Linear(2, 2), ignore=() if rank else ignore)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("equal", [True, False])
+def test_inside_of_a_compiled_function(rank, world, equal):
+    """A graph break at one place on every rank, whether the states differ or not."""
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(0 if equal else rank)
+        model.bias.fill_(0)
+
+    @torch.compile(backend="eager")
+    def step(x):
+        found = len(compare(model))
+        sync(model)
+        verify(model)
+        return model(x).sum() + found
+
+    with ag.deadline(30):
+        assert step(torch.ones(1, 2)).item() == (not equal)
+
+
+@pytest.mark.ranks(2)
+def test_shards_of_fsdp1_are_refused(rank, world):
+    model = nn.Sequential(
+        FullyShardedDataParallel(nn.Linear(4, 2), device_id=torch.device("cpu")), nn.Linear(2, 2)
+    )
+    for call in (sync, compare, verify):
+        with pytest.raises(InputError, match="0 is sharded by FSDP1"):
+            call(model)

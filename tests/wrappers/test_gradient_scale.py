@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from allgrad.errors import InputError
@@ -62,6 +67,50 @@ def test_inside_other_modules_and_compiled(rank, world, kind):
         gradient_scale(mixed)
     mixed[1].requires_grad_(False)
     assert gradient_scale(mixed).factor == 1 / world
+
+
+@pytest.mark.ranks(2)
+def test_fsdp2_between_forward_and_backward(rank, world):
+    """There its parameters may be plain tensors; that is where a loss is divided."""
+    mesh = init_device_mesh("cpu", (world,))
+    model = fully_shard(net(), mesh=mesh)
+    loss = model(random((2, 4), rank)).sum()
+    assert gradient_scale(model).factor == 1 / world
+    loss.backward()
+    assert gradient_scale(model).factor == 1 / world
+    model.unshard()
+    assert gradient_scale(model).factor == 1 / world
+
+
+@pytest.mark.ranks(2)
+def test_fsdp2_beside_tensor_parallel(rank, world):
+    """Only ranks with other samples take a mean."""
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(net(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    assert gradient_scale(fully_shard(model, mesh=mesh["dp"])).factor == 1
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_fsdp1_whose_shards_may_be_replicated(rank, world, replicas):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    hybrid = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    model = FullyShardedDataParallel(
+        nn.Linear(2, 2, bias=False),
+        device_id=torch.device("cpu"),
+        **(hybrid if replicas == 2 else {}),
+    )
+    said = gradient_scale(model)
+    model(torch.full((1, 2), float(rank + 1))).sum().backward()
+    (gradient,) = (p.grad for p in model.parameters())
+    assert said.factor == 1 / world
+    assert set((gradient / said.factor).tolist()) == {10.0}  # 1 + 2 + 3 + 4
+
+
+@pytest.mark.parametrize("accumulation", [0, -1])
+def test_an_accumulation_of_nothing_is_refused(accumulation):
+    with pytest.raises(InputError, match=f"accumulation={accumulation}"):
+        gradient_scale(net(), accumulation=accumulation)
 
 
 def test_other_wrappers_are_known_by_name():

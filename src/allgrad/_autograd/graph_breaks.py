@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["run_loss", "run_routing"]
+__all__ = ["run_loss", "run_on_the_host", "run_routing"]
 
 T = TypeVar("T")
 
@@ -30,4 +30,10 @@ def run_loss(loss: Callable[..., T], *args: Any, **options: Any) -> T:
 @partial(torch.compiler.disable, reason="allgrad's dispatch reads counts on the host")
 def run_routing(function: Callable[..., T], *args: Any, **options: Any) -> T:
     """``dispatch`` or ``combine``, whose sizes no graph knows."""
+    return function(*args, **options)
+
+
+@partial(torch.compiler.disable, reason="allgrad's module_state compares texts on the host")
+def run_on_the_host(function: Callable[..., T], *args: Any, **options: Any) -> T:
+    """A call of ``module_state``."""
     return function(*args, **options)

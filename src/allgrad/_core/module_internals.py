@@ -9,6 +9,8 @@ import torch
 __all__ = [
     "active_ddp_module",
     "forwards_of",
+    "fsdp1_ranks",
+    "fsdp_group_sizes",
     "kernel_inputs",
     "own_buffers",
     "sync_ddp_buffers",
@@ -43,3 +45,21 @@ def sync_ddp_buffers(module: Any) -> None:
     if getattr(module, "_check_sync_bufs_pre_fwd", bool)():
         module._sync_buffers()
         module.require_forward_param_sync = False
+
+
+def fsdp_group_sizes(module: Any) -> list[int]:
+    """The ranks over which an FSDP2 module takes the mean, for each of its groups of parameters.
+
+    Without it: the factor of the gradients cannot be told.
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [int(group.mesh_info.mesh.size()) for group in groups if group is not None]
+
+
+def fsdp1_ranks(module: Any) -> int:
+    """The ranks over which an FSDP1 module takes the mean. Without it: those of one replica."""
+    between = getattr(
+        module, "_inter_node_pg", None
+    )  # of a hybrid one, whose shards are replicated
+    return int(module.world_size) * (1 if between is None else int(between.size()))

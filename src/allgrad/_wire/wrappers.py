@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from allgrad._core.module_internals import fsdp_group_sizes
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -64,9 +66,13 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 def ranks_of_fsdp(model: nn.Module) -> int:
-    """Count the ranks of the mesh that shards the parameters."""
-    meshes = [p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")]
-    return int(meshes[0].size()) if meshes else 1
+    """Count the ranks over which FSDP2 takes the mean.
+
+    Not by the meshes of parameters: between forward and backward these may be plain tensors, and with tensor
+    parallelism the mesh has more ranks (test_fsdp2_between_forward_and_backward, test_fsdp2_beside_tensor_parallel).
+    """
+    sizes = [size for module in fsdp_modules(model) for size in fsdp_group_sizes(module)]
+    return sizes[0] if sizes else 1
 
 
 def sum_in_fsdp(model: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """The state of a module or an optimizer: sync, compare, verify; prefixes; storage.
 
-Imports ``collectives``, ``_wire``, ``containers``, ``_core`` and ``errors``.
+Imports ``collectives``, ``_autograd``, ``_wire``, ``containers``, ``_core`` and ``errors``.
 """
 
 from allgrad.module_state._compare import compare, verify

@@ -10,6 +10,7 @@ from allgrad.errors import InputError, TensorError
 from allgrad.module_state._differences import Difference, differences, mismatch
 from allgrad.module_state._entries import Entry, State, drop_ignored, entries, tensors_and_others
 from allgrad.module_state._exchange import StateExchange
+from allgrad.module_state._in_eager import in_eager
 from allgrad.module_state._specs import entry_spec, why_unreadable
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["compare", "verify"]
 
 
+@in_eager
 def compare(
     module: State, *, group: GroupLike = None, ignore: Iterable[str] = ()
 ) -> list[Difference]:
@@ -44,6 +46,7 @@ def compare(
     return _differences("compare", module, group, ignore)
 
 
+@in_eager
 def verify(module: State, *, group: GroupLike = None, ignore: Iterable[str] = ()) -> None:
     """Raise ``StateMismatch`` on every rank unless :func:`compare` finds no difference.
 

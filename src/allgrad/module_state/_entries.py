@@ -54,6 +54,7 @@ class Entry(NamedTuple):
 def entries(caller: str, state: State) -> list[Entry]:
     """List the entries sorted by name: the order on every rank, however the state was built."""
     if isinstance(state, nn.Module):
+        _require_whole(caller, state)
         return _by_name(_of_module(state))
     if isinstance(state, Optimizer):
         return _by_name(_of_optimizer(state))
@@ -63,11 +64,29 @@ def entries(caller: str, state: State) -> list[Entry]:
                 f"{caller}: the keys of a dict of tensors must be strings, not {unnamed[0]!r}.\n"
                 "Give {name: tensor}."
             )
+        for name, value in state.items():
+            if isinstance(value, (Mapping, list, tuple, nn.Module, Optimizer)):
+                raise InputError(
+                    f"{caller}: {name!r} is a {type(value).__name__}, whose tensors would be left out.\n"
+                    f"Call it for state[{name!r}] by itself, or give one dict of tensors by name."
+                )
         return _by_name(_entry(name, value) for name, value in state.items())
     raise InputError(
         f"{caller}: {type(state).__name__} is not a state.\n"
         "Give a torch.nn.Module, a torch.optim.Optimizer, or a dict of tensors by name."
     )
+
+
+def _require_whole(caller: str, module: nn.Module) -> None:
+    for path, part in module.named_modules():
+        names = {base.__name__ for base in type(part).__mro__}
+        if "FullyShardedDataParallel" in names:
+            strategy = getattr(getattr(part, "sharding_strategy", None), "name", "")
+            if strategy != "NO_SHARD":
+                raise InputError(
+                    f"{caller}: {path or type(module).__name__} is sharded by FSDP1: each rank holds another "
+                    "piece under the same name.\nCall it before the model is wrapped, or use FSDP2."
+                )
 
 
 def tensors_and_others(held: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
@@ -89,7 +108,7 @@ def drop_ignored(
         raise InputError(
             f"{caller}: ignore={ignore!r} is a single string.\nGive a list, [{ignore!r}]."
         )
-    names = set(ignore)
+    names = set(_strings(caller, ignore))
     if not names and len({id(entry.value) for entry in found}) == len(found):
         return list(found)
     modules = dict(state.named_modules()).keys() if isinstance(state, nn.Module) else set()
@@ -109,6 +128,15 @@ def drop_ignored(
             "Give names of parameters, buffers or submodules, as named_parameters() shows them."
         )
     return kept
+
+
+def _strings(caller: str, ignore: object) -> list[str]:
+    names = (
+        list(ignore) if isinstance(ignore, Iterable) and not isinstance(ignore, bytes) else [ignore]
+    )
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise InputError(f"{caller}: ignore holds {wrong[0]!r}.\nGive a list of names.")
+    return names  # type: ignore[return-value]
 
 
 def assign_settings(optimizer: Optimizer, values: Mapping[str, Setting]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
+from collections.abc import MutableMapping
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +26,7 @@ from allgrad.module_state._entries import (
     tensors_and_others,
 )
 from allgrad.module_state._exchange import StateExchange
+from allgrad.module_state._in_eager import in_eager
 from allgrad.module_state._messages import decode_settings, encode_settings
 from allgrad.module_state._specs import (
     EntrySpec,
@@ -47,6 +50,7 @@ _MIB = 2**20
 _BUCKETS_AT_ONCE = 2
 
 
+@in_eager
 @torch.inference_mode()  # views are cheaper to make than under no_grad
 def sync(
     module: State,
@@ -69,8 +73,8 @@ def sync(
     would be written over each other.
 
     ``module`` may also be an optimizer, or a dict of tensors by name. Of an optimizer, the settings
-    are sent too: None, strings, and integers, floating-point numbers and booleans of Python and
-    NumPy, in the type that ``src`` has. Other objects in it (functions, dtypes, complex numbers)
+    are sent too, and those in a dict: None, strings, and integers, floating-point numbers and booleans
+    of Python and NumPy, in the type that ``src`` has. Other objects in it (functions, dtypes, complex numbers)
     are not sent: each rank keeps its own. A DTensor is synced if all ranks of the group hold the same piece of it.
 
     ``ignore`` names parameters, buffers or whole submodules; ``buffers=False`` leaves out all
@@ -107,7 +111,7 @@ def sync(
 
 
 def _bytes_of_bucket(bucket_mb: object) -> int:
-    number = isinstance(bucket_mb, (int, float)) and not isinstance(bucket_mb, bool)
+    number = isinstance(bucket_mb, Real) and not isinstance(bucket_mb, bool)
     if not number or not 0 < bucket_mb < math.inf:  # type: ignore[operator]
         raise InputError(
             f"sync: bucket_mb={bucket_mb!r} is not a size.\nGive the size of one message in MiB, for example 4."
@@ -224,10 +228,13 @@ def _can_send(call: wire.Call, device: torch.device) -> bool:
 
 def _send_settings(exchange: StateExchange, src: int, state: State, held: Sequence[Entry]) -> None:
     settings = [entry for entry in held if entry.kind == "setting"]
-    if not settings or not isinstance(state, Optimizer):
+    if not settings or not isinstance(state, (Optimizer, MutableMapping)):
         return
     message = exchange.from_rank(src, encode_settings([entry.value for entry in settings]))
     if exchange.call.rank != src:
         values = decode_settings(message, src, len(settings))
         names = [entry.name for entry in settings]
-        assign_settings(state, dict(zip(names, values, strict=True)))
+        if isinstance(state, Optimizer):
+            assign_settings(state, dict(zip(names, values, strict=True)))
+        else:
+            state.update(zip(names, values, strict=True))

@@ -7,6 +7,7 @@ from weakref import WeakSet
 
 from torch import nn
 
+from allgrad._core.module_internals import fsdp1_ranks
 from allgrad._wire import wrappers
 from allgrad.errors import InputError
 
@@ -47,6 +48,10 @@ def gradient_scale(model: nn.Module, *, accumulation: int = 1) -> GradientScale:
 
     Cost: nothing is sent.
     """
+    if not accumulation > 0:
+        raise InputError(
+            f"gradient_scale: {accumulation=}.\nGive by how much a trainer divides the loss, 1 or more."
+        )
     parts, rest = _wrappers_in(model)
     kinds = {(*_kind(part), part in _summing) for part in parts}
     if rest:
@@ -126,7 +131,7 @@ def _kind(model: nn.Module) -> tuple[str, int]:
         return "FSDP2", wrappers.ranks_of_fsdp(model)
     names = {base.__name__ for base in type(model).__mro__}
     if "FullyShardedDataParallel" in names:
-        return "FSDP1", model.world_size  # type: ignore[return-value]
+        return "FSDP1", fsdp1_ranks(model)
     if "DeepSpeedEngine" in names:
         return "DeepSpeed", int(model.dp_world_size)  # type: ignore[arg-type]
     return "none", 1
