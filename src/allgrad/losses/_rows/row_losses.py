@@ -140,13 +140,13 @@ class _Tiles:
     def merged_losses(self, row: Chunk[R], *columns: Chunk[C]) -> tuple[Tensor, Tensor]:
         """The same of rows in several tiles."""
         terms = partial(_terms, self.kind)
-        parts = [self._recomputed(terms, terms, row, column) for column in columns]
+        parts = [self._recomputed(terms, None, row, column) for column in columns]
         return _LOSSES[self.kind](*_merged(self.kind, *torch.stack(parts, 1)))
 
     def _recomputed(
         self,
         function: Callable[[ScoreTile], Tensor],
-        once: Callable[[ScoreTile], Tensor],
+        once: Callable[[ScoreTile], Tensor] | None,
         row: Chunk[R],
         column: Chunk[C],
     ) -> Tensor:
@@ -158,8 +158,8 @@ class _Tiles:
             return of_tile(make(rows, columns, *tensors[last:]))
 
         inputs = (*row.tensors, *column.tensors, *self.shared)
-        always, once = partial(of_tensors, function), partial(of_tensors, once)
-        return recomputed(always, *inputs, scores=self.scores, once=once)
+        at_once = None if once is None else partial(of_tensors, once)
+        return recomputed(partial(of_tensors, function), *inputs, scores=self.scores, once=at_once)
 
 
 def _merged(kind: Activation, first: Tensor, *others: Tensor) -> Sequence[Tensor]:
@@ -170,8 +170,8 @@ def _merged(kind: Activation, first: Tensor, *others: Tensor) -> Sequence[Tensor
         return logsumexp(first, 0), others[0].sum(0)
     positives, below, weight = others
     chosen = (positives > MASKED / 2).to(weight.dtype)
-    among, between = _spread(positives, chosen, weight, 0)
-    return logsumexp(first, 0), among, below.sum(0) + between, weight.sum(0)
+    together, between = _spread(positives, chosen, weight, 0)
+    return logsumexp(first, 0), together, below.sum(0) + between, weight.sum(0)
 
 
 def _pairs(negatives: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
