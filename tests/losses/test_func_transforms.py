@@ -16,9 +16,8 @@ from allgrad.losses import (
     reference,
     sigmoid_supcon_loss,
     supcon_loss,
-    vocab_cross_entropy,
 )
-from allgrad.losses._rows import relations
+from allgrad.losses._rows import relations, vocabulary
 from exactness import random
 from losses.samples import features, ids_of
 from refusals import raises_everywhere
@@ -127,7 +126,7 @@ CASES = {
 def small_chunks(patch):
     patch.setattr(relations, "TILE", (2, 3))
     patch.setattr(maxsim, "TILE", (2, 3))
-    patch.setattr(vocab_cross_entropy, "CHUNK_BYTES", 2 * ROWS * 8)
+    patch.setattr(vocabulary, "CHUNK_BYTES", 2 * ROWS * 8)
 
 
 @pytest.mark.ranks(1, 3)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import allgrad as ag
 from allgrad._wire import ended_ranks, watchdog
 from allgrad.errors import AllgradError, InputError, PieceMismatch, SizesError, TensorError
-from allgrad.losses import clip_loss, cross_entropy, reference, vocab_cross_entropy
-from allgrad.losses._rows import recompute
+from allgrad.losses import clip_loss, cross_entropy, reference
+from allgrad.losses._rows import recompute, vocabulary
 from allgrad.testing import run_ranks
 from counting import Counted
 from exactness import leaf, loss, place, random
@@ -54,7 +54,7 @@ def check(group, kind, label_smoothing, reduction, *, with_bias, ignore_index=-1
     own = [leaf(hidden), *(leaf(x.split(words)[rank]) for x in (weight, bias))]
     more = {"bias": own[2] if with_bias else None, "group": group, **options}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocab_cross_entropy, "CHUNK_BYTES", chunk or 1 << 20)
+        patch.setattr(vocabulary, "CHUNK_BYTES", chunk or 1 << 20)
         got = cross_entropy(*own[:2], targets, **more)
         close(got, want, "the value")
 
@@ -181,7 +181,7 @@ def test_gradients_of_chunks_are_added_in_float32():
         wanted[0] @ wanted[1].T + wanted[2], targets.flatten()
     ).backward()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocab_cross_entropy, "CHUNK_BYTES", 8 * 4 * 2)  # two rows
+        patch.setattr(vocabulary, "CHUNK_BYTES", 8 * 4 * 2)  # two rows
         own = [leaf(x) for x in given]
         cross_entropy(*own[:2], targets.flatten(), bias=own[2]).backward()
     for x, want in zip(own, wanted, strict=True):
@@ -205,7 +205,7 @@ def test_no_matrix_of_logits_is_kept():
     hidden, weight = leaf(random((512, 8), 1)), leaf(random((512, 8), 2))
     targets = torch.arange(512)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocab_cross_entropy, "CHUNK_BYTES", 32 * 512 * 8)
+        patch.setattr(vocabulary, "CHUNK_BYTES", 32 * 512 * 8)
         patch.setattr(recompute, "KEPT_SCORES", 512 * 512 - 1)
         for order in (1, 2):
             run = partial(cross_entropy, hidden, weight, targets)

@@ -63,6 +63,28 @@ class _Samples:
             first += len(group)
         return made
 
+    @property
+    def common_length(self) -> int | None:
+        """The length of all samples, if they have one."""
+        return self.lengths[0] if len(set(self.lengths)) == 1 else None
+
+    def padded(self) -> tuple[Tensor, Tensor | None]:
+        """The tokens of all places, (samples * places, width), and which are real if not all are."""
+        if self.common_length is not None:
+            return self.tokens, None
+        place, real = self.places()
+        x = self.tokens
+        return x[place.flatten()] if len(x) else x.new_zeros(place.numel(), x.shape[1]), real
+
+    def sums(self, of_tokens: Tensor) -> Tensor:
+        """The sum over each sample's tokens."""
+        if self.common_length is not None:
+            by_sample: Tensor = of_tokens.unflatten(0, (len(self.lengths), self.common_length))
+            return by_sample.sum(1)
+        sums = of_tokens.new_zeros(len(self.lengths), of_tokens.shape[1])
+        added: Tensor = sums.index_add(0, self.owners(), of_tokens)
+        return added
+
     def places(self) -> tuple[Tensor, Tensor]:
         """For each sample and place, the token there, and whether there is one."""
         lengths = torch.tensor(self.lengths, dtype=torch.int64, device=self.tokens.device)
@@ -154,9 +176,10 @@ def maxsim_loss(
             raise InputError("maxsim_loss: no rank has a pair.\nGive at least one rank a pair.")
         first, (query_lengths, document_lengths) = sum(pairs[: agreed.rank]), (q.lengths, d.lengths)
 
-        parts = [Part(d.tokens, document_tokens), _lengths(d, pairs)]
+        parts = _parts(d, document_tokens, pairs)
+        each = len(parts)
         if symmetric:
-            parts += [Part(q.tokens, query_tokens), _lengths(q, pairs)]
+            parts += _parts(q, query_tokens, pairs)
 
         def sums(
             joined: list[Tensor],
@@ -165,14 +188,14 @@ def maxsim_loss(
             d: Tensor,
             factor: Tensor,
         ) -> Tensor:
-            documents = _Samples(joined[0], joined[1].tolist())
+            documents = _of_all_ranks(joined[:each], document_lengths)
             queries = _Samples(q, query_lengths, first)
-            losses, counted = _direction(queries, documents, factor, queries_are_rows=True)
+            losses = _direction(queries, documents, factor, queries_are_rows=True)
             if symmetric:
                 rows = _Samples(d, document_lengths, first)
-                columns = _Samples(joined[2], joined[3].tolist())
-                losses = (losses + _direction(rows, columns, factor, queries_are_rows=False)[0]) / 2
-            return weighted_sums(losses, counted, None)
+                columns = _of_all_ranks(joined[each:], query_lengths)
+                losses = (losses + _direction(rows, columns, factor, queries_are_rows=False)) / 2
+            return weighted_sums(losses, None)
 
         mean = GlobalMean(
             "maxsim_loss", agreed.rank, Packing(parts, agreed), sums, grad_reduction, group
@@ -182,15 +205,24 @@ def maxsim_loss(
     return agree_and("maxsim_loss", arguments, check, group, compute)
 
 
-def _lengths(samples: _Samples, pairs: tuple[int, ...]) -> Part:
+def _parts(samples: _Samples, tokens: tuple[int, ...], pairs: tuple[int, ...]) -> list[Part]:
+    """The tokens and lengths of this rank's samples; of one rank alone, the tokens."""
+    if len(pairs) == 1:
+        return [Part(samples.tokens, tokens)]
     make = partial(torch.tensor, dtype=torch.int64, device=samples.tokens.device)
-    return Part(below_transforms(make, samples.lengths), pairs, is_plain=True)
+    lengths = below_transforms(make, samples.lengths)
+    return [Part(samples.tokens, tokens), Part(lengths, pairs, is_plain=True)]
+
+
+def _of_all_ranks(joined: Sequence[Tensor], own: list[int]) -> _Samples:
+    tokens, *lengths = joined
+    return _Samples(tokens, lengths[0].tolist() if lengths else own)
 
 
 def _direction(
     rows: _Samples, columns: _Samples, scale: Tensor, *, queries_are_rows: bool
-) -> tuple[Tensor, Tensor]:
-    """The loss of each row: a query among documents, or a document among queries."""
+) -> Tensor:
+    """The losses of rows: of queries among documents, or of documents among queries."""
     wide = accumulator_dtype(rows.tokens.dtype)
     # Before they are cut: the gradients of chunks are added up.
     rows, columns = (replace(x, tokens=x.tokens.to(wide)) for x in (rows, columns))
@@ -210,18 +242,13 @@ def _direction(
 
 def _maxsim(queries: _Samples, documents: _Samples) -> Tensor:
     """The scores of a chunk of queries with a chunk of documents."""
-    q, d = queries.tokens, documents.tokens
-    place, real = documents.places()
-    padded = d[place.flatten()] if len(d) else d.new_zeros(place.numel(), d.shape[1])
+    padded, real = documents.padded()
     # In float32 at least: rounded to 16 bits, products would tie where they do not.
-    products = (q @ padded.T).unflatten(1, tuple(place.shape))
-    if place.shape[1] == 0:  # no document in this chunk
-        best = products.sum(2)
-    else:
-        best = torch.where(real, products, MASKED).amax(2)
-    scores = best.new_zeros(len(queries.lengths), best.shape[1])
-    added: Tensor = scores.index_add(0, queries.owners(), best)
-    return added
+    products = queries.tokens @ padded.T
+    if not len(padded):  # no document in this chunk
+        return queries.sums(products.sum(1, keepdim=True))[:, :0]
+    products = products.unflatten(1, (len(documents.lengths), -1))
+    return queries.sums((products if real is None else torch.where(real, products, MASKED)).amax(2))
 
 
 def _pack(name: str, x: Tensor | Sequence[Tensor], mask: Tensor | None) -> _Samples:

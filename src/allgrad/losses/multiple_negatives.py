@@ -176,8 +176,8 @@ def _sums(
 
     def direction(
         rows: Queries, sizes: tuple[int, ...], joined: list[Tensor], old: list[Keys], scale: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The loss of each row, whose own column is its rank's first candidate and so on."""
+    ) -> Tensor:
+        """The losses of rows, whose own column is its rank's first candidate and so on."""
         columns, *column_ids = joined
         first = sum(sizes[:rank])
         own = torch.arange(first, first + len(rows.features), device=columns.device)
@@ -194,12 +194,11 @@ def _sums(
     ) -> Tensor:
         ids, old = (constants[0], constants[1:]) if with_ids else (None, constants)
         each, rows = len(joined) // len(sizes), Queries(query, ids, None)
-        losses, counted = direction(rows, sizes[0], joined[:each], columns_of(old), scale)
+        losses = direction(rows, sizes[0], joined[:each], columns_of(old), scale)
         if len(sizes) > 1:
             rows = Queries(key, ids, None)
-            back, _ = direction(rows, sizes[1], joined[each:], [], scale)
-            losses = (losses + back) / 2
-        return weighted_sums(losses, counted, weights[0] if weights else None)
+            losses = (losses + direction(rows, sizes[1], joined[each:], [], scale)) / 2
+        return weighted_sums(losses, weights[0] if weights else None)
 
     return sums
 

@@ -208,12 +208,14 @@ def _several_positives(  # noqa: PLR0917
         parts = [Part(key.to(common), sizes), Part(key_ids.long(), sizes)]
         if key_weights is not None:
             parts.append(Part(key_weights.to(common), sizes))
-        first = sum(sizes[: agreed.rank])
-        own = torch.arange(first, first + len(query), device=query.device)
+        is_own = None
+        if relation.exclude_self:
+            first = sum(sizes[: agreed.rank])
+            is_own = torch.arange(first, first + len(query), device=query.device)
         # As they are now: backward computes with them again.
         own_ids = query_ids.long().clone()
         queued, columns_of = taken_apart(queued_keys(queue, sum(sizes), query))
-        dtype, is_own = key.dtype, own if relation.exclude_self else None
+        dtype = key.dtype
 
         margin, count = cast("float | None", plain_number(relation.margin)), len(numbers)
         applied = replace(relation, margin=margin)
@@ -226,9 +228,8 @@ def _several_positives(  # noqa: PLR0917
             new = Keys(keys.to(dtype), ids, weights[0] if weights else None)
             columns = [new, *columns_of(constants[1:])]
             scalars, its_weights = others[:count], others[count:]
-            losses, has_positive = score_rows(kind, applied, rows, columns, *scalars)
-            counted = has_positive if kind == "softmax" else torch.ones_like(has_positive)
-            return weighted_sums(losses, counted, its_weights[0] if its_weights else None)
+            losses = score_rows(kind, applied, rows, columns, *scalars)
+            return weighted_sums(losses, its_weights[0] if its_weights else None)
 
         mean = GlobalMean(name, agreed.rank, Packing(parts, agreed), sums, grad_reduction, group)
         more = () if query_weights is None else (query_weights,)

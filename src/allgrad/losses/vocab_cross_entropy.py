@@ -14,6 +14,7 @@ from torch import Tensor
 from allgrad._autograd.below_transforms import in_vmap
 from allgrad._wire import consistency, ended_ranks
 from allgrad._wire.calls import resolve
+from allgrad._wire.groups import find_group
 from allgrad.collectives._sizes import given_sizes
 from allgrad.collectives.all_gather import all_gather
 from allgrad.collectives.all_reduce import share
@@ -30,10 +31,9 @@ from allgrad.losses._arguments.feature_checks import options_text, require_dense
 from allgrad.losses._arguments.mistakes_with_sums import gather_with_mistakes, sums_of_a_mistake
 from allgrad.losses._arguments.rank_args import FLOATING
 from allgrad.losses._arguments.same_numbers import require_alike
+from allgrad.losses._computed_on import computed_on
 from allgrad.losses._graphs.in_graphs import in_graphs
-from allgrad.losses._rows.recompute import recomputed
-from allgrad.losses._rows.row_losses import parts_of
-from allgrad.losses._tiles.accumulators import accumulator_dtype
+from allgrad.losses._rows.vocabulary import is_one_formula, of_all_words, sums_of_own_words
 from allgrad.losses._tiles.exponentials import logsumexp
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ Reduction: TypeAlias = Literal["mean", "sum", "none"]
 
 P = ParamSpec("P")
 
-CHUNK_BYTES = 64 << 20  # of the logits that exist at a time
 _DIGESTS = 1 << 24  # numbers that a float32 holds exactly
 _MOST_WORDS = 1 << 62
 
@@ -140,7 +139,8 @@ def cross_entropy(
         }
         if sizes is not None:
             return CallSpec(same, ())
-        checksum, low, high = _summary(targets, ignore_index)
+        alone = find_group("cross_entropy", group).size == 1
+        checksum, low, high = _summary(targets, ignore_index, compared=not alone)
         past = min(high, _MOST_WORDS) + 1  # of more, an error all the same
         return CallSpec({**same, "targets": checksum}, (len(weight), int(low < 0), past))
 
@@ -157,10 +157,15 @@ def cross_entropy(
         )
 
     flat = targets.reshape(-1).long()  # ignore_index may be beyond 32 bits
+    if len(words) == 1 and is_one_formula(hidden, weight, bias):
+        rows = hidden.reshape(targets.numel(), hidden.shape[-1])
+        options = ignore_index, label_smoothing, reduction
+        alone: Tensor = computed_on(hidden.device, of_all_words, rows, weight, bias, flat, *options)
+        return alone.reshape(targets.shape) if reduction == "none" else alone
     counted = flat != ignore_index
     own = _Words(sum(words[:rank]), words[rank], sum(words)).indices(flat, counted)
     rows = share(hidden, group=group).reshape(targets.numel(), hidden.shape[-1])
-    parts = _sums_of_own_words(rows, weight, bias, own, smoothed=label_smoothing > 0)
+    parts = sums_of_own_words(rows, weight, bias, own, smoothed=label_smoothing > 0)
     # All ranks' sums in one message; each rank does the same with them.
     if sizes is None:
         found = all_gather(parts[None], sizes="equal", group=group, grad="same")
@@ -228,37 +233,14 @@ class _Words(NamedTuple):
         return torch.where(here, targets - self.first, torch.where(known, -1, self.own)).long()
 
 
-def _sums_of_own_words(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, own: Tensor, *, smoothed: bool
-) -> Tensor:
-    """For each row: logsumexp of the own logits, the target's logit or 0, the sum of own logits."""
-    wide = accumulator_dtype(rows.dtype)
-    more: tuple[Tensor, ...] = () if bias is None else (bias,)
-
-    def of_chunk(at: Tensor, x: Tensor, w: Tensor, *bias: Tensor) -> Tensor:
-        logits = (x @ w.to(x.dtype).T).to(wide)
-        if bias:
-            logits = logits + bias[0].to(wide)
-        target = torch.where(at >= 0, logits.gather(1, at.clamp(min=0)[:, None])[:, 0], 0)
-        sums = [logsumexp(logits, 1), target]
-        return torch.stack([*sums, logits.sum(1)] if smoothed else sums)
-
-    size = max(1, CHUNK_BYTES // (len(weight) * wide.itemsize))
-    if len(rows) > size:  # the gradients of chunks are added up
-        weight, more = weight.to(wide), tuple(x.to(wide) for x in more)
-    found = [
-        recomputed(of_chunk, at, x, weight, *more, scores=len(rows) * len(weight))
-        for x, at in zip(parts_of(rows, size), parts_of(own, size), strict=True)
-    ]
-    return torch.cat(found, 1)
-
-
-def _summary(targets: Tensor, ignore_index: int) -> tuple[int, int, int]:
-    """A checksum of the targets, and the lowest and highest one that counts."""
+def _summary(targets: Tensor, ignore_index: int, *, compared: bool = True) -> tuple[int, int, int]:
+    """A checksum of the targets if they are ``compared``, and the lowest and highest one that counts."""
     flat = targets.reshape(-1).long()
+    counted, none = torch.where(flat == ignore_index, 0, flat), flat.new_zeros(1)
+    if not compared:
+        low, high = torch.stack(torch.cat([counted, none]).aminmax()).tolist()
+        return 0, low, high
     places = torch.arange(1, len(flat) + 1, device=flat.device)
-    counted = torch.where(flat == ignore_index, 0, flat)
-    none = flat.new_zeros(1)
     # A sum of products alone is the same for many targets. Large odd numbers mix their bits.
     mixed = (flat + places * 0x9E3779B97F4A7C1) * 0x3F58476D1CE4E5B9
     mixed = (mixed ^ (mixed >> 29)) * 0x14D049BB133111EB

@@ -5,35 +5,15 @@ import torch
 
 from allgrad.losses._rows.row_losses import _LOSSES, _terms
 from allgrad.losses._rows.score_tile import ScoreTile
-from allgrad.losses._rows.whole_rows import has_one_pass, losses_in_one_pass
+from allgrad.losses._rows.whole_rows import _KINDS, has_one_pass, losses_in_one_pass
 from exactness import leaf, random
-
-
-def tile(kind, dtype, scale=1.0, weights=None):
-    """Rows of every sort: one positive, several, no negative, no positive, neither."""
-    scores = leaf((scale * random((6, 7), 1)).to(dtype))
-    positive = torch.zeros(6, 7, dtype=torch.bool)
-    positive[torch.arange(6), torch.tensor([3, 0, 6, 1, 2, 5])] = True
-    negative = ~positive
-    if kind != "pairs":
-        positive[1, 4:], positive[3, :], positive[4:] = True, True, False
-        negative = ~positive
-    negative[3], negative[5], negative[0, :3] = False, False, False
-    return ScoreTile(scores, positive, negative, weights)
-
-
-WEIGHTS = {
-    "none": None,
-    "some": torch.tensor([0.5, 2.0, 0.0, 3.0, 1.0, 0.25, 1.5], dtype=torch.float64),
-    "zero": torch.zeros(7, dtype=torch.float64),
-    "negative": torch.tensor([-1.0, 2.0, -3.0, -1.0, -0.5, 1.0, 1.0], dtype=torch.float64),
-}
+from losses._rows.tiles import WEIGHTS, tile
 
 
 def derived(found, tile):
-    losses, weight = found.unbind()
+    losses, counts = found.unbind()
     by_losses = random((6,), 5).to(losses.dtype)
-    return losses, weight > 0, torch.autograd.grad(losses, tile.scores, by_losses)[0]
+    return losses, counts, torch.autograd.grad(losses, tile.scores, by_losses)[0]
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0, 1000.0])
@@ -43,7 +23,7 @@ def test_equals_autograd_over_the_formulas(kind, weights, scale):
     given = tile(kind, torch.float64, scale, WEIGHTS[weights])
     before = given.scores.detach().clone()
     got = derived(losses_in_one_pass(kind, given), given)
-    want = derived(torch.stack(_LOSSES[kind](*_terms(kind, given).unbind())), given)
+    want = derived(_LOSSES[kind](*_terms(kind, given).unbind()), given)
     assert torch.equal(got[1], want[1])
     for g, w in zip(got[::2], want[::2], strict=True):
         torch.testing.assert_close(g, w, rtol=1e-12, atol=1e-300 if scale == 1000 else 1e-14)
@@ -93,3 +73,27 @@ def test_a_second_derivative_raises():
     (first,) = torch.autograd.grad(losses.square().sum(), given.scores, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("columns", [2, 33, 700, 4096, 8192])
+@pytest.mark.parametrize("kind", ["pairs", "softmax", "sigmoid"])
+def test_the_kernel_equals_plain_torch_in_float64(kind, columns):
+    from allgrad.losses._tiles.fused_rows import losses_of_rows
+
+    scores = 10 * random((37, columns), 1).cuda().float()
+    positive = torch.zeros(37, columns, dtype=torch.bool, device="cuda")
+    positive[torch.arange(37), torch.arange(37) % columns] = True
+    if kind != "pairs":
+        positive[5], positive[6, ::2] = False, True
+    negative = ~positive
+    negative[7], negative[8, 1::2] = False, False
+    weights = None if kind == "pairs" else (random((columns,), 2).abs() + 0.1).cuda().float()
+    both, by_scores = losses_of_rows(kind, scores, positive, negative, weights)
+    wide = ScoreTile(
+        scores.double(), positive, negative, None if weights is None else weights.double()
+    )
+    losses, counts, want = _KINDS[kind](wide)
+    assert torch.equal(both[1].double(), counts[:, 0])
+    torch.testing.assert_close(both[0].double(), losses[:, 0], rtol=3e-6, atol=1e-30)
+    torch.testing.assert_close(by_scores.double(), want, rtol=2e-5, atol=1e-30)

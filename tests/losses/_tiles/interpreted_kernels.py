@@ -20,10 +20,12 @@ from torch.nn.functional import normalize
 
 from allgrad.losses import reference
 from allgrad.losses._kind import LossKind
-from allgrad.losses._tiles import fused, fused_kernels, kernels, launches, one_rank
+from allgrad.losses._rows.whole_rows import _KINDS
+from allgrad.losses._tiles import fused, fused_kernels, fused_rows, kernels, launches, one_rank
 from allgrad.losses._tiles import triton as triton_tiles
 from allgrad.losses._tiles.torch import Gradients, Tiles, Weights
 from allgrad.losses._tiles.triton import TileConfig, TritonTiles
+from losses._rows.tiles import WEIGHTS, tile
 
 SCALE, BIAS = 14.3, -9.5
 # Relative errors of gradients. The interpreter cuts off digits of bfloat16 where a device rounds.
@@ -322,3 +324,45 @@ def test_inputs_of_a_captured_step(bias):
     assert address == 12345
     for x, y in zip(given, copies, strict=True):
         assert x is None or torch.equal(x, y)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1000.0])
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("kind", ["pairs", "softmax", "sigmoid"])
+def test_whole_rows(kind, weights, scale):
+    """Rows of every sort against one pass of plain torch in float64."""
+    wide = tile(kind, torch.float64, scale, WEIGHTS[weights])
+    wide = wide._replace(scores=wide.scores.detach().float().double())
+    *given, by_column = wide._replace(scores=wide.scores.float())
+    by_column = None if by_column is None else by_column.float()
+    both, by_scores = fused_rows.losses_of_rows(kind, *given, by_column)
+    losses, counts, want = _KINDS[kind](wide)
+    assert torch.equal(both[1].double(), counts[:, 0])
+    torch.testing.assert_close(both[0].double(), losses[:, 0], rtol=2e-6, atol=1e-35)
+    # An exponent of -80 is rounded to 80 times the digits of the result.
+    torch.testing.assert_close(by_scores.double(), want, rtol=1e-5, atol=1e-35)
+
+
+@pytest.mark.parametrize("kind", ["pairs", "softmax", "sigmoid"])
+def test_whole_rows_keep_the_digits_of_small_losses(kind):
+    given = tile(kind, torch.float32)
+    scores = given.scores.detach() + 25 * given.positive - 25 * given.negative
+    both, by_scores = fused_rows.losses_of_rows(kind, scores, *given[1:])
+    losses, _, want = _KINDS[kind](given._replace(scores=scores.double()))
+    alone = given.positive.sum(1) == 1
+    assert alone.any()
+    torch.testing.assert_close(both[0].double()[alone], losses[alone, 0], rtol=1e-5, atol=1e-35)
+    assert (by_scores.double() - want)[alone].norm() < 1e-5 * want[alone].norm()
+
+
+@pytest.mark.parametrize("kind", ["pairs", "softmax", "sigmoid"])
+def test_whole_rows_hide_no_score_that_is_not_a_number(kind):
+    for mask in ("positive", "negative"):
+        given = tile(kind, torch.float32)
+        row, column = map(int, getattr(given, mask).nonzero()[0])
+        scores = given.scores.detach().index_put(
+            (torch.tensor(row), torch.tensor(column)), torch.tensor(torch.nan)
+        )
+        both, by_scores = fused_rows.losses_of_rows(kind, scores, *given[1:])
+        assert both[0].isnan().nonzero().tolist() == [[row]]
+        assert by_scores[row].isnan().any()

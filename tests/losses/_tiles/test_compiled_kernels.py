@@ -20,7 +20,15 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from allgrad.losses._tiles import fused, fused_kernels, kernels, one_rank  # noqa: E402
+from allgrad.losses._tiles import (  # noqa: E402
+    fused,
+    fused_kernels,
+    fused_rows,
+    kernels,
+    launches,
+    one_rank,
+    row_kernels,
+)
 from allgrad.losses._tiles import triton as triton_tiles  # noqa: E402
 
 TYPES = {
@@ -28,6 +36,7 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.int64: "i64",
+    torch.uint8: "u8",
 }
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ROWS, WIDTH = 160, 96
@@ -90,12 +99,12 @@ def product(a, b, out=None):
 def found(monkeypatch):
     """What was compiled, by signature."""
     compiled = {}
-    for module in (kernels, fused_kernels):
+    for module in (kernels, fused_kernels, row_kernels):
         for name, kernel in vars(module).copy().items():
             if isinstance(kernel, triton.runtime.jit.JITFunction) and name in module.__all__:
                 monkeypatch.setattr(module, name, Compiled(kernel, compiled))
     monkeypatch.setattr(triton_tiles, "_add_product", lambda *_: None)
-    monkeypatch.setattr(fused, "_compiled", {})
+    monkeypatch.setattr(launches, "_compiled", {})
     for module in (fused, one_rank):
         monkeypatch.setattr(module, "dot_products", product)
         monkeypatch.setattr(module, "score_products", lambda q, k: product(q, k.T))
@@ -172,4 +181,14 @@ def test_kept_scores_and_one_rank_alone(dtype, found, tmp_path):
             )
         one_rank.gradients(kind, q, k, SCALE, bias, SCALE, products)
     assert names(found) == set(fused_kernels.__all__) - {"copy_inputs"}
+    assert_in_registers(found, tmp_path)
+
+
+@pytest.mark.parametrize("columns", [160, 8192])
+def test_whole_rows(columns, found, tmp_path):
+    scores, mask = torch.zeros(16, columns), torch.ones(16, columns, dtype=torch.bool)
+    for kind in ("pairs", "softmax", "sigmoid"):
+        for weights in (None, torch.ones(columns)):
+            fused_rows.losses_of_rows(kind, scores, mask, mask, weights)
+    assert names(found) == set(row_kernels.__all__)
     assert_in_registers(found, tmp_path)

@@ -204,11 +204,11 @@ def agree(
         problem = found
     except Exception as found:  # noqa: BLE001  no rank may wait for this one
         problem = unreadable(found)
-    shown = _shown(arguments)
     if call.size == 1:
         if problem is not None:
-            raise type(problem)(f"{name}: {_with_row(problem, shown)}")
+            raise type(problem)(f"{name}: {_with_row(problem, _shown(arguments))}")
         return Agreement(0, (spec.counts,))
+    shown = _shown(arguments)
     devices = (_device(x) for x in arguments.values())
     device = next((found for found in devices if found is not None), torch.device("cpu"))
     kind = None if problem is None else _known(type(problem))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from allgrad._autograd.below_transforms import in_vmap
 from allgrad._core.dtensor import is_dtensor
+from allgrad._wire.consistency import is_checking
 from allgrad.errors import InputError, PieceMismatch, TensorError
 from allgrad.losses._arguments.agreement import require
 from allgrad.losses._arguments.rank_args import FLOATING
@@ -111,13 +112,14 @@ def check_per_row(name: str, x: Tensor | None, rows: str, count: int, *, whole: 
 
 
 def check_number(name: str, x: Tensor | float) -> None:
-    """A scale or a bias is a single finite number."""
+    """A scale or a bias is a single finite number; one on a device is read in checked mode only."""
     _require_whole(name, x)
     if isinstance(x, Tensor):
         good = _is_plain(x) and x.dtype in FLOATING and x.numel() == 1
+        is_read = (x.device.type == "cpu" or is_checking()) and not in_vmap()
         # Detached: what a checkpoint sees saved must not depend on how often arguments are checked
         # (test_a_checkpointed_batch_of_another_size).
-        good = good and (in_vmap() or bool(x.detach().isfinite().all()))
+        good = good and (not is_read or bool(x.detach().isfinite().all()))
     else:
         given = plain_number(x)  # also one of NumPy
         good = isinstance(given, float) and math.isfinite(given)

@@ -70,7 +70,14 @@ class GlobalMean:
         return computed_on(own[0].device, self._compute, own, constants)  # type: ignore[no-any-return]
 
     def _compute(self, own: Sequence[Tensor], constants: Sequence[Tensor]) -> Tensor:
-        if not is_plain_autograd() or len(self.packing.sizes) == 1:
+        is_plain, alone = is_plain_autograd(), len(self.packing.sizes) == 1
+        if alone and is_plain and not in_lockstep():
+            sums = self.sums(self.packing.copies(), constants, *own)
+            if sums.requires_grad or not torch.is_grad_enabled():
+                total, weight = sums.unbind()
+                return total / weight
+            return self._mean_of_all(sums)  # which requires grad on every rank
+        if alone or not is_plain:
             return self._mean(self.packing.gather_apart(self.group), own, constants)
         message = self.packing.pack()
         if in_lockstep() or not torch.is_grad_enabled():
@@ -95,7 +102,9 @@ class GlobalMean:
     def _mean(
         self, joined: list[Tensor], own: Sequence[Tensor], constants: Sequence[Tensor]
     ) -> Tensor:
-        sums = self.sums(joined, constants, *own)
+        return self._mean_of_all(self.sums(joined, constants, *own))
+
+    def _mean_of_all(self, sums: Tensor) -> Tensor:
         grad: Literal["sum", "same"] = "sum" if self.grad_reduction == "mean" else "same"
         total, weight = all_reduce(sums, group=self.group, grad=grad)
         mean: Tensor = total / weight

@@ -25,7 +25,7 @@ from allgrad.losses._computed_on import computed_on
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["KEPT_SCORES", "inner_graph", "recomputed"]
+__all__ = ["KEPT_SCORES", "inner_graph", "keeps", "recomputed"]
 
 # With some ten tensors of that many numbers, in float32, less than 100 MiB.
 KEPT_SCORES = 1 << 21
@@ -58,12 +58,17 @@ def recomputed(
             "Take one of the two derivatives with torch.func.grad or vjp."
         )
     if torch.is_grad_enabled() and is_plain_autograd():
-        on_device = once is not None and _device(inputs).type != "cpu"
-        keeps = scores <= (KEPT_SCORES_ON_DEVICES if on_device else KEPT_SCORES)
-        found: Tensor = _Eager.apply(function, once or function, keeps, *inputs)  # type: ignore[no-untyped-call]
+        keeps_few = once is not None and keeps(scores, _device(inputs))
+        is_kept = keeps_few or scores <= KEPT_SCORES
+        found: Tensor = _Eager.apply(function, once or function, is_kept, *inputs)  # type: ignore[no-untyped-call]
         return found
     (result,) = _recomputed_tuple(lambda *xs: (function(*xs),), inputs)
     return result
+
+
+def keeps(scores: int, device: torch.device) -> bool:
+    """Whether so few scores are kept, by a function that keeps a few tensors of them."""
+    return scores <= (KEPT_SCORES if device.type == "cpu" else KEPT_SCORES_ON_DEVICES)
 
 
 @contextmanager
@@ -91,12 +96,12 @@ class _Eager(torch.autograd.Function):
         ctx: Any,
         function: Callable[..., Tensor],
         once: Callable[..., Tensor],
-        keeps: bool,
+        is_kept: bool,
         *inputs: Tensor | None,
     ) -> Tensor:
         ctx.functions, needed = (function, once), ctx.needs_input_grad[3:]
         ctx.save_for_backward(*inputs)
-        ctx.kept = _with_graph(once, inputs, needed) if keeps else None
+        ctx.kept = _with_graph(once, inputs, needed) if is_kept else None
         if ctx.kept is None:
             return computed_on(_device(inputs), function, *inputs)  # type: ignore[no-any-return]
         result: Tensor = ctx.kept[0].detach()

@@ -139,8 +139,8 @@ def score_rows(  # noqa: PLR0917
     columns: Sequence[Keys],
     scale: Tensor,
     bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Each query's loss among all keys, and whether it has a positive."""
+) -> Tensor:
+    """Each query's loss among all keys, and whether it counts (row_losses)."""
     wide = accumulator_dtype(rows.features.dtype)
     shared = [x.to(rows.features.device, wide).reshape(()) for x in (scale, bias) if x is not None]
 

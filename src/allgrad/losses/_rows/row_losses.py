@@ -101,16 +101,17 @@ def row_losses(
     columns: Sequence[Chunk[C]],
     make_tile: Callable[..., ScoreTile],
     *shared: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Each row's loss, and whether it has a positive.
+) -> Tensor:
+    """Each row's loss, and 1 if it counts in a mean, else 0: (2, rows).
+
+    With "softmax" rows without a positive do not count; in the others all do.
 
     ``make_tile(rows, columns, *shared)`` gives the scores of a row chunk and a column chunk. There is at
     least one chunk of each, which may be empty, so that a rank without rows takes part in backward too.
     """
     tiles = _Tiles(kind, make_tile, shared, _length(rows) * _length(columns))
     of_rows = tiles.losses if len(columns) == 1 else tiles.merged_losses
-    losses, weights = zip(*(of_rows(row, *columns) for row in rows), strict=True)
-    return _join(losses), _join(weights) > 0
+    return _join([of_rows(row, *columns) for row in rows])
 
 
 def _length(chunks: Sequence[Chunk[T]]) -> int:
@@ -126,18 +127,18 @@ class _Tiles:
     shared: Sequence[Tensor]
     scores: int
 
-    def losses(self, row: Chunk[R], column: Chunk[C]) -> tuple[Tensor, ...]:
-        """The losses and weights of rows whose scores are one tile."""
+    def losses(self, row: Chunk[R], column: Chunk[C]) -> Tensor:
+        """The losses and counts of rows whose scores are one tile."""
 
         def losses(tile: ScoreTile) -> Tensor:
-            return torch.stack(_LOSSES[self.kind](*_terms(self.kind, tile).unbind()))
+            return _LOSSES[self.kind](*_terms(self.kind, tile).unbind())
 
         def in_one_pass(tile: ScoreTile) -> Tensor:
             return losses_in_one_pass(self.kind, tile) if has_one_pass(tile) else losses(tile)
 
-        return self._recomputed(losses, in_one_pass, row, column).unbind()
+        return self._recomputed(losses, in_one_pass, row, column)
 
-    def merged_losses(self, row: Chunk[R], *columns: Chunk[C]) -> tuple[Tensor, Tensor]:
+    def merged_losses(self, row: Chunk[R], *columns: Chunk[C]) -> Tensor:
         """The same of rows in several tiles."""
         terms = partial(_terms, self.kind)
         parts = [self._recomputed(terms, None, row, column) for column in columns]
@@ -174,25 +175,24 @@ def _merged(kind: Activation, first: Tensor, *others: Tensor) -> Sequence[Tensor
     return logsumexp(first, 0), together, below.sum(0) + between, weight.sum(0)
 
 
-def _pairs(negatives: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
-    return _log1p_exp(negatives - score), torch.ones_like(score)
+def _pairs(negatives: Tensor, score: Tensor) -> Tensor:
+    return torch.stack([_log1p_exp(negatives - score), torch.ones_like(score)])
 
 
-def _softmax(
-    negatives: Tensor, positives: Tensor, below: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor]:
+def _softmax(negatives: Tensor, positives: Tensor, below: Tensor, weight: Tensor) -> Tensor:
     has_positive = weight > 0
     loss = below / torch.where(has_positive, weight, 1) + _log1p_exp(negatives - positives)
-    return torch.where(has_positive, loss, 0), weight
+    return torch.stack([torch.where(has_positive, loss, 0), has_positive.to(loss.dtype)])
 
 
-def _sigmoid(negatives: Tensor, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _sigmoid(negatives: Tensor, positives: Tensor, weight: Tensor) -> Tensor:
     has_positive = weight > 0
     mean = positives / torch.where(has_positive, weight, 1)
-    return negatives + torch.where(has_positive, mean, 0), weight
+    loss = negatives + torch.where(has_positive, mean, 0)
+    return torch.stack([loss, torch.ones_like(loss)])
 
 
-_LOSSES: dict[Activation, Callable[..., tuple[Tensor, Tensor]]] = {
+_LOSSES: dict[Activation, Callable[..., Tensor]] = {
     "pairs": _pairs,
     "softmax": _softmax,
     "sigmoid": _sigmoid,
@@ -207,12 +207,11 @@ def _log1p_exp(x: Tensor) -> Tensor:
 def _join(chunks: Sequence[Tensor]) -> Tensor:
     # Torch cuts the graph of the gradient behind a cat of an empty vector. A rank without rows has
     # one chunk, and takes part in the second derivative too (the kind "empty" of the tests).
-    return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks))
+    return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks), 1)
 
 
-def weighted_sums(losses: Tensor, counted: Tensor, weights: Tensor | None) -> Tensor:
+def weighted_sums(losses: Tensor, weights: Tensor | None) -> Tensor:
     """The weighted sum of the losses of rows that count, and the sum of the weights."""
-    weight = counted.to(losses.dtype)
     if weights is not None:
-        weight = weight * weights.to(weight.dtype)  # the dtype of a loss is that of its features
-    return torch.stack([(weight * losses).sum(), weight.sum()])
+        losses = losses * weights.to(losses.dtype)  # which is that of the features
+    return losses.sum(1)

@@ -9,7 +9,7 @@
                                               negative    sigmoid(s)
 
 P and N are logsumexps, and the terms of the loss those of row_losses. Where scores are few, autograd over its
-formulas takes several times as long. It serves all other derivatives.
+formulas takes several times as long. It serves all other derivatives. On a CUDA device one kernel does all of it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from allgrad._core.torch_internals import never_traced
 from allgrad.losses._pairs.pair_terms import negatives_and_weights, softplus
 from allgrad.losses._rows.score_tile import ScoreTile, among
+from allgrad.losses._tiles.torch import has_triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["has_one_pass", "losses_in_one_pass"]
 
 
+MOST_COLUMNS = 8192  # that the kernel holds in registers
+
+
 def has_one_pass(tile: ScoreTile) -> bool:
     """Whether the scores need a gradient, and nothing else does."""
     weights, scores = tile.weights, tile.scores
@@ -41,7 +45,7 @@ def has_one_pass(tile: ScoreTile) -> bool:
 
 
 def losses_in_one_pass(kind: Activation, tile: ScoreTile) -> Tensor:
-    """Each row's loss and the sum of the weights of its positives, (2, rows); differentiable once."""
+    """Each row's loss and whether it counts, (2, rows); differentiable once."""
     found: Tensor = _Losses.apply(kind, *tile)  # type: ignore[no-untyped-call]
     return found
 
@@ -50,15 +54,26 @@ def losses_in_one_pass(kind: Activation, tile: ScoreTile) -> Tensor:
 class _Losses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: Activation, *tile: Any) -> Tensor:
-        losses, weight, by_scores = _KINDS[kind](ScoreTile(*tile))
+        if _has_kernel(tile[0]):
+            from allgrad.losses._tiles.fused_rows import losses_of_rows
+
+            both, by_scores = losses_of_rows(kind, *tile)
+        else:
+            losses, counts, by_scores = _KINDS[kind](ScoreTile(*tile))
+            both = torch.cat([losses, counts], 1).T
         ctx.save_for_backward(by_scores)
-        return torch.cat([losses, weight], 1).T
+        return both
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_both: Tensor) -> tuple[Tensor | None, ...]:
         (by_scores,) = ctx.saved_tensors
         return None, by_scores * by_both[0][:, None], None, None, None
+
+
+def _has_kernel(scores: Tensor) -> bool:
+    is_float32_on_cuda = scores.is_cuda and scores.dtype == torch.float32
+    return is_float32_on_cuda and scores.shape[1] <= MOST_COLUMNS and has_triton()
 
 
 def _pairs(tile: ScoreTile) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,23 +90,23 @@ def _softmax(tile: ScoreTile) -> tuple[Tensor, Tensor, Tensor]:
     log_highest = shares.amax(1, keepdim=True).log_()
     losses, lost, by_negatives = _against_negatives(tile, highest - log_highest)
     weight, part = _weight_and_part(tile, positive)
-    counted = (weight > 0).to(scores.dtype)
+    counts = (weight > 0).to(scores.dtype)
     # Not minus a logsumexp, which is rounded: of a single positive the distance is exactly zero.
     distances = scores.sub_(highest).add_(log_highest).mul_(part).sum(1, keepdim=True)
-    losses = losses.sub_(distances).mul_(counted)
-    lost = lost.mul_(counted)
+    losses = losses.sub_(distances).mul_(counts)
+    lost = lost.mul_(counts)
     # In this order: the first two are equal where there is one positive.
-    by_scores = part.neg_().addcmul_(shares, counted)
+    by_scores = part.neg_().addcmul_(shares, counts)
     by_scores.addcmul_(shares, lost, value=-1).addcmul_(by_negatives, lost)
-    return losses, weight, by_scores
+    return losses, counts, by_scores
 
 
 def _sigmoid(tile: ScoreTile) -> tuple[Tensor, Tensor, Tensor]:
     scores, others = tile.scores, tile.negatives()
-    weight, part = _weight_and_part(tile, tile.positives())
+    _, part = _weight_and_part(tile, tile.positives())
     losses = (others * softplus(scores)).add_(part * softplus(-scores)).sum(1, keepdim=True)
     by_scores = others.mul_(scores.sigmoid()).sub_(part.mul_((-scores).sigmoid_()))
-    return losses, weight, by_scores
+    return losses, torch.ones_like(losses), by_scores
 
 
 _KINDS: dict[Activation, Callable[[ScoreTile], tuple[Tensor, Tensor, Tensor]]] = {

@@ -12,14 +12,14 @@ What can be prepared for sizes is prepared once: the host does little more than 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from allgrad.losses._kind import LossKind
 from allgrad.losses._tiles import fused_kernels as kernels
 from allgrad.losses._tiles.float32_dots import dots_of_parts, in_parts
-from allgrad.losses._tiles.launches import OPTIONS
+from allgrad.losses._tiles.launches import launch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,29 +62,6 @@ def _alignment(length: int) -> int:
     return 1 if length == 1 else 16 if length % 16 == 0 else 2
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-
-def _launch(
-    kernel: Any,
-    grid: tuple[int, int, int],
-    args: tuple[Any, ...],
-    constants: tuple[int, ...],
-    *signature: object,
-) -> None:
-    """Launch a kernel. What Triton does in each call is done here once for each kind of call.
-
-    ``constants`` and ``signature`` are what Triton would find the compiled kernel by: the last
-    arguments, dtypes, the alignment of rows, the device.
-    """
-    key = kernel, constants, signature
-    found = _compiled.get(key)
-    if found is None:
-        _compiled[key] = kernel[grid](*args, *constants, **OPTIONS)
-    else:
-        found[grid](*args, *constants)
-
-
 def store_scale(dtype: torch.dtype) -> int:
     # Weights are at most 2. Stored times 2^14, small ones keep their digits in float16.
     return 2**14 if dtype == torch.float16 else 1
@@ -113,7 +90,7 @@ def tile_lse(kind: LossKind, dots: Tensor, scale: Tensor, first_pair: int) -> tu
     parts = dots.new_empty(across * rows + (down * columns if both else 0))
     row_parts = parts[: across * rows].view(across, rows)
     column_parts = parts[across * rows :].view(down, columns) if both else row_parts
-    _launch(
+    launch(
         kernels.tile_lse,
         plan.lse_tiles,
         (dots, scale, row_parts, column_parts, rows, columns, first_pair),
@@ -160,7 +137,7 @@ def softmax_terms(
     complete = both and alone
     vectors = row_lse, column_lse, pairs, pair_weights, loss_parts
     sizes = rows, columns, q.shape[1], first_pair, across, down
-    _launch(
+    launch(
         kernels.softmax_terms,
         plan.terms,
         (q, k, scale, row_parts, column_parts, *vectors, *sizes, mean_factor, smoothing),
@@ -206,7 +183,7 @@ def softmax_weights(
     vectors = weights.row_lse, column_lse, weights.pair_weights
     numbers = rows, columns, first_pair, 0, mean_factor, weights.smoothing
     unused = scale, scale
-    _launch(
+    launch(
         kernels.softmax_weights,
         plan.tiles,
         (
@@ -246,7 +223,7 @@ def sigmoid_terms(
     by_score = dots.new_empty((rows, columns) if needs_grad else 0, dtype=dtype)
     parts = dots.new_empty(4 if needs_grad else 1, plan.tiles[0] * plan.tiles[1])
     tensors = dots, by_score, scale, scale if bias is None else bias, parts
-    _launch(
+    launch(
         kernels.sigmoid_weights,
         plan.tiles,
         (*tensors, rows, columns, first_pair, mean_factor),

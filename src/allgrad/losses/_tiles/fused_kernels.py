@@ -15,7 +15,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from allgrad.losses._tiles.kernel_math import LN2, LOG2E, fast_log2, fast_reciprocal, log2_1p
+from allgrad.losses._tiles.kernel_math import (
+    LN2,
+    LOG2E,
+    fast_log2,
+    fast_reciprocal,
+    finite,
+    log2_1p,
+    sigmoid2,
+    softplus2,
+)
 
 __all__ = [
     "copy_inputs",
@@ -41,26 +50,6 @@ _VECTORS = (
 
 
 @triton.jit
-def _softplus2(x):
-    """log2(1 + 2^x)."""
-    small = tl.exp2(-tl.abs(x))
-    return tl.maximum(x, 0.0) + log2_1p(small, tl.log2(1.0 + small))
-
-
-@triton.jit
-def _sigmoid2(x):
-    """1 / (1 + 2^-x)."""
-    small = tl.exp2(-tl.abs(x))
-    return tl.where(x >= 0, 1.0, small) / (1.0 + small)
-
-
-@triton.jit
-def _finite(top):
-    """Replace a maximum of -inf, that of a row of nothing but a pair: -inf - -inf would be NaN."""
-    return tl.where(top == float("-inf"), 0.0, top)
-
-
-@triton.jit
 def _tile(dots, rows, columns, first_pair, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The tile of a program: offsets, mask, where the pairs are, and the dot products."""
     offs_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -73,7 +62,7 @@ def _tile(dots, rows, columns, first_pair, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
 
 @triton.jit
 def _lse(tile, axis: tl.constexpr):
-    shift = _finite(tl.max(tile, axis))
+    shift = finite(tl.max(tile, axis))
     sums = tl.sum(tl.exp2(tile - tl.expand_dims(shift, axis)), axis)
     return (shift + tl.log2(sums)) * LN2
 
@@ -106,10 +95,10 @@ def _combined(parts, count, offs, length, BLOCK_P: tl.constexpr, BLOCK_N: tl.con
         source = parts + offs_p.to(tl.int64)[:, None] * length + offs[None, :]
         tile = tl.load(source, mask=mask, other=float("-inf")) * LOG2E
         higher = tl.maximum(top, tl.max(tile, 0))
-        shift = _finite(higher)
+        shift = finite(higher)
         total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(tile - shift[None, :]), 0)
         top = higher
-    return _finite(top) + tl.log2(total)
+    return finite(top) + tl.log2(total)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VECTORS)
@@ -135,14 +124,14 @@ def softmax_terms(
         pair += tl.sum(left * right.to(tl.float32), 1)
     pair *= tl.load(scale) * LOG2E
     difference = _combined(row_parts, row_count, offs, rows, BLOCK_P, BLOCK_N) - pair
-    loss = _softplus2(difference)
-    weight = smoothing - _sigmoid2(difference)
+    loss = softplus2(difference)
+    weight = smoothing - sigmoid2(difference)
     tl.store(row_lse + offs, (pair + loss) * LN2, mask=mask)
     if HAS_COLUMNS:
         negatives = _combined(column_parts, column_count, offs, columns, BLOCK_P, BLOCK_N)
         difference = negatives - pair
-        of_column = _softplus2(difference)
-        weight -= _sigmoid2(difference)
+        of_column = softplus2(difference)
+        weight -= sigmoid2(difference)
         tl.store(column_lse + offs, (pair + of_column) * LN2, mask=mask)
         loss += of_column
     tl.store(pair_scores + offs, pair * LN2, mask=mask)

@@ -6,7 +6,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["LN2", "LOG2E", "fast_log2", "fast_reciprocal", "log2_1p"]
+__all__ = [
+    "LN2",
+    "LOG2E",
+    "fast_log2",
+    "fast_reciprocal",
+    "finite",
+    "log2_1p",
+    "sigmoid2",
+    "softplus2",
+]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -32,3 +41,23 @@ def log2_1p(x, log2_of_1p):
     """log2(1 + x) for x from 0 on; 1 + x rounds a small x away, three terms of the series keep it."""
     series = x * (1.0 - x * (0.5 - x * 0.3333333333)) * LOG2E
     return tl.where(x < 0.01, series, log2_of_1p)
+
+
+@triton.jit
+def softplus2(x):
+    """log2(1 + 2^x)."""
+    small = tl.exp2(-tl.abs(x))
+    return tl.maximum(x, 0.0) + log2_1p(small, tl.log2(1.0 + small))
+
+
+@triton.jit
+def sigmoid2(x):
+    """1 / (1 + 2^-x)."""
+    small = tl.exp2(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, small) / (1.0 + small)
+
+
+@triton.jit
+def finite(top):
+    """Replace a maximum of -inf, that of a row of nothing but a pair: -inf - -inf would be NaN."""
+    return tl.where(top == float("-inf"), 0.0, top)

@@ -16,7 +16,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from allgrad.losses._tiles.kernel_math import LOG2E, fast_log2, fast_reciprocal, log2_1p
+from allgrad.losses._tiles.kernel_math import (
+    LOG2E,
+    fast_log2,
+    fast_reciprocal,
+    finite,
+    log2_1p,
+)
 
 __all__ = [
     "add_rows",
@@ -113,12 +119,6 @@ def sums_pair_tile(
               BLOCK_M, BLOCK_N, BLOCK_K, HAS_COLUMNS, True)  # fmt: skip
 
 
-@triton.jit
-def _finite(top):
-    """Replace a maximum of -inf, that of a row of nothing but a pair: -inf - -inf would be NaN."""
-    return tl.where(top == float("-inf"), 0.0, top)
-
-
 @triton.jit(do_not_specialize=_SIZES)
 def safe_sums_tile(
     q, k, scalars, row_parts, column_parts, rows, columns, width, first_pair,
@@ -139,12 +139,12 @@ def safe_sums_tile(
         mask = (offs_m < rows)[:, None] & (offs_n < columns)[None, :]
         mask &= (offs_m + first_pair)[:, None] != offs_n[None, :]
         tile = tl.where(mask, tile * tl.load(scalars), float("-inf"))
-        top = _finite(tl.max(tile, 1))
+        top = finite(tl.max(tile, 1))
         sums = tl.sum(tl.exp2(tile - top[:, None]), 1)
         target = row_parts + _far(pid_n, rows) + offs_m
         tl.store(target, top + tl.log2(sums), mask=offs_m < rows)
         if HAS_COLUMNS:
-            top = _finite(tl.max(tile, 0))
+            top = finite(tl.max(tile, 0))
             sums = tl.sum(tl.exp2(tile - top[None, :]), 0)
             target = column_parts + _far(pid_m, columns) + offs_n
             tl.store(target, top + tl.log2(sums), mask=offs_n < columns)
@@ -159,7 +159,7 @@ def combine_logs(parts, logs, scalars, count, length, BLOCK: tl.constexpr):
     total = tl.load(logs + offs, mask=offs < length, other=0.0)
     for index in range(count):
         part = tl.load(parts + _far(index, length) + offs, mask=offs < length, other=0.0)
-        top = _finite(tl.maximum(total, part))
+        top = finite(tl.maximum(total, part))
         total = top + tl.log2(tl.exp2(total - top) + tl.exp2(part - top))
     tl.store(logs + offs, total, mask=offs < length)
 

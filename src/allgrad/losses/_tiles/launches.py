@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["OPTIONS", "Launch"]
+__all__ = ["Launch", "launch"]
 
 # Of kernels over one tile. A product and a sum are one instruction, as was Triton's default up to 3.9.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
@@ -73,3 +73,28 @@ class Launch:
         names = "run", "function", "packed_metadata"
         if all(hasattr(compiled, name) for name in names):
             self._launcher = compiled.run, compiled.function, compiled.packed_metadata
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    args: tuple[Any, ...],
+    constants: tuple[int, ...],
+    *signature: object,
+    num_warps: int = OPTIONS["num_warps"],
+) -> None:
+    """Launch a kernel on tensors. What Triton does in each call is done once for each kind of call.
+
+    ``constants`` and ``signature`` are what Triton would find the compiled kernel by: the last
+    arguments, dtypes, the alignment of rows, the device.
+    """
+    key = kernel, constants, num_warps, signature
+    found = _compiled.get(key)
+    if found is None:
+        options = OPTIONS | {"num_warps": num_warps}
+        _compiled[key] = kernel[grid](*args, *constants, **options)
+    else:
+        found[grid](*args, *constants)
