@@ -13,7 +13,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from allgrad.errors import ModeError
-from allgrad.losses._rows.recompute import KEPT_SCORES, KEPT_SCORES_ON_DEVICES, recomputed
+from allgrad.losses._rows.recompute import (
+    KEPT_SCORES,
+    KEPT_SCORES_ON_DEVICES,
+    Pulled,
+    recomputed,
+)
 from exactness import leaf, random
 from losses.kept_memory import largest_kept
 
@@ -186,18 +191,25 @@ def test_eager_gradients_without_a_graph_are_those_of_once(scores):
     """Also a second time; all other derivatives are those of the function itself."""
     x, w = inputs()
     plain_first = torch.autograd.grad(plain(x, w).sum(), (x, w), create_graph=True)
-    calls = []
+    calls, pulls = [], []
 
-    def once(x, w):
-        calls.append(1)
-        return plain(x.detach(), w) + plain(x, w.detach()).detach() * 0
+    def once(needed, x, w):
+        assert needed == (True, True)
+        calls.append(torch.is_grad_enabled())
+
+        def pull(by_result):
+            pulls.append(by_result)
+            return [torch.full_like(x, 2), torch.full_like(w, 3)]
+
+        return Pulled(plain(x, w), pull)
 
     value = recomputed(plain, x, w, scores=scores, once=once).sum()
     for number in (1, 2):
         by_x, by_w = torch.autograd.grad(value, (x, w), retain_graph=True)
-        assert not by_x.any()
-        torch.testing.assert_close(by_w, plain_first[1])
-        assert len(calls) == number
+        assert by_x.eq(2).all()
+        assert by_w.eq(3).all()
+        assert len(pulls) == number
+        assert calls == [False] * (number + (scores > KEPT_SCORES))
     first = torch.autograd.grad(value, (x, w), create_graph=True)
     torch.testing.assert_close(first, plain_first)
     second, want = (
@@ -205,7 +217,16 @@ def test_eager_gradients_without_a_graph_are_those_of_once(scores):
         for gs in (first, plain_first)
     )
     torch.testing.assert_close(second, want)
-    assert len(calls) == 2
+    assert len(pulls) == 2
+
+
+@COUNTS
+def test_where_once_gives_nothing_autograd_does(scores):
+    x, w = inputs()
+    value = recomputed(plain, x, w, scores=scores, once=lambda *_: None)
+    torch.testing.assert_close(value, plain(x, w))
+    found, want = (torch.autograd.grad(y.sum(), (x, w)) for y in (value, plain(x, w)))
+    torch.testing.assert_close(found, want)
 
 
 @pytest.mark.parametrize(
@@ -216,10 +237,13 @@ def test_more_scores_are_kept_on_a_device(scores):
     x, w = (torch.ones(n, 2, device="meta", requires_grad=True) for n in (3, 4))
     calls = []
 
-    def counted(x, w):
-        calls.append(torch.is_grad_enabled())
-        return plain(x, w)
+    def counted(*given):
+        calls.append(len(given))
+        return Pulled(plain(*given[-2:]), lambda _: [x, w])
 
-    recomputed(plain, x, w, scores=scores, once=counted)
-    recomputed(counted, x, w, scores=scores)
-    assert calls == [True] * (scores <= KEPT_SCORES_ON_DEVICES) + [False]
+    value = recomputed(plain, x, w, scores=scores, once=counted)
+    value.sum().backward()
+    assert calls == [3] * (1 if scores <= KEPT_SCORES_ON_DEVICES else 2)
+    calls.clear()
+    recomputed(lambda *given: counted(*given).result, x, w, scores=scores).sum().backward()
+    assert calls == [2, 2]

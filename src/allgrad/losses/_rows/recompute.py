@@ -7,7 +7,7 @@ are few, time is all that counts.
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from allgrad.losses._computed_on import computed_on
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["KEPT_SCORES", "inner_graph", "keeps", "recomputed"]
+__all__ = ["KEPT_SCORES", "Pulled", "inner_graph", "keeps", "pulled_by_graph", "recomputed"]
 
 # With some ten tensors of that many numbers, in float32, less than 100 MiB.
 KEPT_SCORES = 1 << 21
@@ -33,17 +33,28 @@ KEPT_SCORES = 1 << 21
 KEPT_SCORES_ON_DEVICES = 1 << 24
 
 
+class Pulled(NamedTuple):
+    """A result, and what gives the gradients by some tensors from that by the result; it can be asked once."""
+
+    result: Tensor
+    pull: Callable[[Tensor], Sequence[Tensor | None]]
+
+
+Once: TypeAlias = "Callable[..., Pulled | None]"
+
+
 def recomputed(
     function: Callable[..., Tensor],
     *inputs: Tensor | None,
     scores: int,
-    once: Callable[..., Tensor] | None = None,
+    once: Once | None = None,
 ) -> Tensor:
     """``function(*inputs)``, of which only the inputs are kept for backward.
 
     ``scores`` is how many scores the whole loss has on this rank. If these are few, an eager backward
-    uses the tensors of forward (once; another one computes them again). ``once`` gives the same as
-    ``function`` but may be differentiable once only: eager gradients without a graph are those of it.
+    uses the tensors of forward (once; another one computes them again). ``once(needed, *inputs)`` gives the
+    same result with its gradients, by inputs that need one: those of eager autograd without a graph. It may
+    give None, where autograd must do it.
 
     Backward is a function of the inputs and the incoming gradient, which is recomputed in the same
     way. So derivatives of any order need the intermediate tensors of one call at a time. The
@@ -60,7 +71,7 @@ def recomputed(
     if torch.is_grad_enabled() and is_plain_autograd():
         keeps_few = once is not None and keeps(scores, _device(inputs))
         is_kept = keeps_few or scores <= KEPT_SCORES
-        found: Tensor = _Eager.apply(function, once or function, is_kept, *inputs)  # type: ignore[no-untyped-call]
+        found: Tensor = _Eager.apply(function, once, is_kept, *inputs)  # type: ignore[no-untyped-call]
         return found
     (result,) = _recomputed_tuple(lambda *xs: (function(*xs),), inputs)
     return result
@@ -89,54 +100,80 @@ def inner_graph() -> Iterator[None]:
 
 @never_traced
 class _Eager(torch.autograd.Function):
-    """The function with a graph of its own inside, for one backward."""
+    """The function with a graph of its own inside, or its gradients, for one backward."""
 
     @staticmethod
     def forward(
         ctx: Any,
         function: Callable[..., Tensor],
-        once: Callable[..., Tensor],
+        once: Once | None,
         is_kept: bool,
         *inputs: Tensor | None,
     ) -> Tensor:
         ctx.functions, needed = (function, once), ctx.needs_input_grad[3:]
         ctx.save_for_backward(*inputs)
-        ctx.kept = _with_graph(once, inputs, needed) if is_kept else None
-        if ctx.kept is None:
+        found = None
+        if once is not None or is_kept:
+            found = computed_on(_device(inputs), _pulled, function, once, inputs, needed, is_kept)
+        # Not the result: what holds its own graph would never be freed (test_a_graph_that_is_dropped_is_freed).
+        ctx.kept = found.pull if is_kept else None
+        if found is None:
             return computed_on(_device(inputs), function, *inputs)  # type: ignore[no-any-return]
-        result: Tensor = ctx.kept[0].detach()
-        return result
+        return found.result  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, by_result: Tensor) -> tuple[Tensor | None, ...]:
         (function, once), inputs = ctx.functions, ctx.saved_tensors
         needed = ctx.needs_input_grad[3:]
-        kept, ctx.kept = ctx.kept, None
+        pull, ctx.kept = ctx.kept, None
         if torch.is_grad_enabled() or functorch_active() or is_batched_gradient(by_result):
             found = _pulled_back(lambda *xs: (function(*xs),), inputs, needed, [by_result])
             return None, None, None, *found
-        result, leaves = kept or _with_graph(once, inputs, needed)
-        wanted = [x for x, n in zip(leaves, needed, strict=True) if n]
-        gradients = iter(computed_on(by_result.device, _gradients, result, wanted, by_result))
-        return None, None, None, *(next(gradients) if n else None for n in needed)
+        device = by_result.device
+        if pull is None:
+            pull = computed_on(device, _pulled, function, once, inputs, needed, True).pull
+        return None, None, None, *computed_on(device, pull, by_result)
 
 
-def _with_graph(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], needed: Sequence[bool]
-) -> tuple[Tensor, list[Tensor | None]]:
-    """The result, and the inputs that its graph begins with."""
+def _pulled(
+    function: Callable[..., Tensor],
+    once: Once | None,
+    inputs: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    has_graph: bool,
+) -> Pulled | None:
+    """The result and its gradients, by ``once`` or by autograd; None without either."""
+    with torch.no_grad():
+        given = [None if x is None else x.detach() for x in inputs]
+        found = None if once is None else once(needed, *given)
+    if found is not None or not has_graph:
+        return found
+    result, pull = pulled_by_graph(function, inputs, needed)
+    return Pulled(result.detach(), pull)
+
+
+def pulled_by_graph(
+    function: Callable[..., Any], inputs: Sequence[Tensor | None], needed: Sequence[bool]
+) -> tuple[Any, Callable[[Tensor], list[Tensor | None]]]:
+    """The function's result, with a graph; if it is a tensor or begins with one, the gradients by that."""
     leaves = [
         x.detach().requires_grad_() if n and x is not None else x
         for x, n in zip(inputs, needed, strict=True)
     ]
     with inner_graph():
-        return computed_on(_device(inputs), function, *leaves), leaves
+        result = function(*leaves)
+    output: Tensor = result if isinstance(result, Tensor) else result[0]
 
+    def pull(by_output: Tensor) -> list[Tensor | None]:
+        wanted = [x for x, n in zip(leaves, needed, strict=True) if n and x is not None]
+        if output.requires_grad:
+            found = torch.autograd.grad(output, wanted, by_output, materialize_grads=True)
+        else:
+            found = tuple(torch.zeros_like(x) for x in wanted)
+        gradients = iter(found)
+        return [next(gradients) if n else None for n in needed]
 
-def _gradients(result: Tensor, wanted: Sequence[Tensor], by_result: Tensor) -> tuple[Tensor, ...]:
-    if not result.requires_grad:
-        return tuple(torch.zeros_like(x) for x in wanted)
-    return torch.autograd.grad(result, wanted, by_result, materialize_grads=True)
+    return result, pull
 
 
 def _device(inputs: Sequence[Tensor | None]) -> torch.device:

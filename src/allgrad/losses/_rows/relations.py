@@ -12,13 +12,18 @@ from torch import Tensor
 from allgrad.losses._rows.row_losses import Chunk, parts_of, row_losses
 from allgrad.losses._rows.score_tile import ScoreTile
 from allgrad.losses._tiles.accumulators import accumulator_dtype
+from allgrad.losses._tiles.narrow_products import similarities, weighted_features
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from allgrad.losses._rows.row_losses import Activation
+    from allgrad.losses._rows.row_losses import Activation, PulledTile
 
 __all__ = ["Keys", "Queries", "Relation", "score_rows", "taken_apart"]
+
+# Where the tensors of columns, and the numbers, are among those of a tile: behind features, ids, own and limit
+# of rows; behind features, ids, weights and filled of columns.
+_COLUMN, _FIRST_NUMBER = 4, 8
 
 TILE = (1024, 8192)  # rows and columns of the scores that exist at a time
 
@@ -141,21 +146,10 @@ def score_rows(  # noqa: PLR0917
     bias: Tensor | None = None,
 ) -> Tensor:
     """Each query's loss among all keys, and whether it counts (row_losses)."""
-    wide = accumulator_dtype(rows.features.dtype)
+    dtype = rows.features.dtype
+    wide = accumulator_dtype(dtype)
     shared = [x.to(rows.features.device, wide).reshape(()) for x in (scale, bias) if x is not None]
-
-    def make_tile(row: Queries, column: Keys, *numbers: Tensor) -> ScoreTile:
-        x, y = row.features, column.features
-        weights = None if column.weights is None else column.weights.to(wide)
-        if row.limit is None:  # one pass over the scores less
-            scores = similarity = _similarity(numbers[0] * x, y)
-        else:
-            similarity = _similarity(x, y)
-            scores = numbers[0] * similarity
-        if len(numbers) > 1:
-            scores = scores + numbers[1]
-        return ScoreTile(scores, *relation.masks(row, column, similarity), weights)
-
+    tiles = _Tiles(relation, dtype)
     # Before they are cut: the gradients of chunks are added up. Those of a queue have none.
     rows = replace(rows, features=rows.features.to(wide))
     columns = [
@@ -164,7 +158,66 @@ def score_rows(  # noqa: PLR0917
     ]
     limited = relation.limited(rows, columns)
     chunks = [chunk for keys in columns for chunk in keys.chunks()]
-    return row_losses(kind, limited.chunks(), chunks, make_tile, *shared)
+    return row_losses(kind, limited.chunks(), chunks, tiles.tile, *shared, pulled_tile=tiles.pulled)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """The scores of rows and columns, whose features had this dtype before they were made wide."""
+
+    relation: Relation
+    dtype: torch.dtype
+
+    def tile(
+        self, row: Queries, column: Keys, scale: Tensor, bias: Tensor | None = None
+    ) -> ScoreTile:
+        x, y = row.features, column.features
+        if row.limit is None:  # one pass over the scores less
+            scores = similarity = _similarity(scale * x, y)
+        else:
+            similarity = _similarity(x, y)
+            scores = scale * similarity
+        if bias is not None:
+            scores = scores + bias
+        return self._related(row, column, scores, similarity)
+
+    def pulled(
+        self,
+        needed: Sequence[bool],
+        row: Queries,
+        column: Keys,
+        scale: Tensor,
+        bias: Tensor | None = None,
+    ) -> PulledTile | None:
+        """The same with its gradients, in few steps; None if the weights of keys need one."""
+        at_bias = _FIRST_NUMBER + 1
+        needs_x, needs_y, needs_weights = needed[0], needed[_COLUMN], needed[_COLUMN + 2]
+        needs_scale, needs_bias = needed[_FIRST_NUMBER], bias is not None and needed[at_bias]
+        if needs_weights:
+            return None
+        x, y = row.features, column.features
+        similarity = similarities(x, y, self.dtype)
+        scores = similarity * scale if bias is None else torch.addcmul(bias, similarity, scale)
+
+        def pull(by_scores: Tensor) -> list[Tensor | None]:
+            found: list[Tensor | None] = [None] * len(needed)
+            given = x if needs_y else None, y if needs_x or needs_scale else None
+            by_x, by_y = weighted_features(by_scores, *given, self.dtype)
+            if by_x is not None and needs_scale:
+                found[_FIRST_NUMBER] = torch.dot(by_x.view(-1), x.reshape(-1))
+            if by_x is not None and needs_x:
+                found[0] = by_x.mul_(scale)
+            if by_y is not None:
+                found[_COLUMN] = by_y.mul_(scale)
+            if needs_bias:
+                found[at_bias] = by_scores.sum()
+            return found
+
+        return self._related(row, column, scores, similarity), pull
+
+    def _related(self, row: Queries, column: Keys, scores: Tensor, similarity: Tensor) -> ScoreTile:
+        weights = None if column.weights is None else column.weights.to(scores.dtype)
+        return ScoreTile(scores, *self.relation.masks(row, column, similarity), weights)
 
 
 def _split(x: Tensor | None, size: int, count: int) -> Sequence[Tensor | None]:

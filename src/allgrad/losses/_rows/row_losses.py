@@ -19,15 +19,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from allgrad.losses._rows.recompute import recomputed
+from allgrad.losses._rows.recompute import Pulled, pulled_by_graph, recomputed
 from allgrad.losses._rows.score_tile import MASKED, ScoreTile, among
-from allgrad.losses._rows.whole_rows import has_one_pass, losses_in_one_pass
+from allgrad.losses._rows.whole_rows import has_one_pass, losses_and_derivatives
 from allgrad.losses._tiles.exponentials import logsumexp
 
 if TYPE_CHECKING:
@@ -36,12 +36,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Activation",
     "Chunk",
+    "PulledTile",
     "parts_of",
     "row_losses",
     "weighted_sums",
 ]
 
 Activation: TypeAlias = Literal["pairs", "softmax", "sigmoid"]
+PulledTile: TypeAlias = "tuple[ScoreTile, Callable[[Tensor], Sequence[Tensor | None]]]"
 T = TypeVar("T")
 R = TypeVar("R")
 C = TypeVar("C")
@@ -101,15 +103,18 @@ def row_losses(
     columns: Sequence[Chunk[C]],
     make_tile: Callable[..., ScoreTile],
     *shared: Tensor,
+    pulled_tile: Callable[..., PulledTile | None] | None = None,
 ) -> Tensor:
     """Each row's loss, and 1 if it counts in a mean, else 0: (2, rows).
 
     With "softmax" rows without a positive do not count; in the others all do.
 
-    ``make_tile(rows, columns, *shared)`` gives the scores of a row chunk and a column chunk. There is at
-    least one chunk of each, which may be empty, so that a rank without rows takes part in backward too.
+    ``make_tile(rows, columns, *shared)`` gives the scores of a row chunk and a column chunk;
+    ``pulled_tile(needed, rows, columns, *shared)`` gives them with the gradients by the tensors of rows and
+    columns and by ``shared``, or None where autograd must find these; without it, autograd does. There is at least one chunk of each, which may be empty, so
+    that a rank without rows takes part in backward too.
     """
-    tiles = _Tiles(kind, make_tile, shared, _length(rows) * _length(columns))
+    tiles = _Tiles(kind, make_tile, pulled_tile, shared, _length(rows) * _length(columns))
     of_rows = tiles.losses if len(columns) == 1 else tiles.merged_losses
     return _join([of_rows(row, *columns) for row in rows])
 
@@ -124,43 +129,59 @@ class _Tiles:
 
     kind: Activation
     make: Callable[..., ScoreTile]
+    pulled: Callable[..., PulledTile | None] | None
     shared: Sequence[Tensor]
     scores: int
 
     def losses(self, row: Chunk[R], column: Chunk[C]) -> Tensor:
         """The losses and counts of rows whose scores are one tile."""
+        kind, pulled = self.kind, self.pulled
 
-        def losses(tile: ScoreTile) -> Tensor:
-            return _LOSSES[self.kind](*_terms(self.kind, tile).unbind())
+        def losses(*tensors: Tensor | None) -> Tensor:
+            return _LOSSES[kind](*_terms(kind, of_tensors(*tensors)).unbind())
 
-        def in_one_pass(tile: ScoreTile) -> Tensor:
-            return losses_in_one_pass(self.kind, tile) if has_one_pass(tile) else losses(tile)
+        def in_one_pass(needed: Sequence[bool], *tensors: Tensor | None) -> Pulled | None:
+            if pulled is None:
+                found: PulledTile | None = pulled_by_graph(of_tensors, tensors, needed)
+            else:
+                found = with_chunks(partial(pulled, needed), *tensors)
+            if found is None or not has_one_pass(found[0]):
+                return None
+            tile, pull = found
+            both, by_scores = losses_and_derivatives(
+                kind, tile._replace(scores=tile.scores.detach())
+            )
+            return Pulled(both, lambda by_both: pull(by_scores.mul_(by_both[0][:, None])))
 
-        return self._recomputed(losses, in_one_pass, row, column)
+        with_chunks, inputs = self._with_chunks(row, column)
+        of_tensors = partial(with_chunks, self.make)
+        return recomputed(losses, *inputs, scores=self.scores, once=in_one_pass)
 
     def merged_losses(self, row: Chunk[R], *columns: Chunk[C]) -> Tensor:
         """The same of rows in several tiles."""
-        terms = partial(_terms, self.kind)
-        parts = [self._recomputed(terms, None, row, column) for column in columns]
-        return _LOSSES[self.kind](*_merged(self.kind, *torch.stack(parts, 1)))
+        return _LOSSES[self.kind](
+            *_merged(self.kind, *torch.stack([self._terms(row, x) for x in columns], 1))
+        )
 
-    def _recomputed(
-        self,
-        function: Callable[[ScoreTile], Tensor],
-        once: Callable[[ScoreTile], Tensor] | None,
-        row: Chunk[R],
-        column: Chunk[C],
-    ) -> Tensor:
-        first, make, make_row, make_column = len(row.tensors), self.make, row.make, column.make
+    def _terms(self, row: Chunk[R], column: Chunk[C]) -> Tensor:
+        kind, make = self.kind, self.make
+        with_chunks, inputs = self._with_chunks(row, column)
+        return recomputed(
+            lambda *tensors: _terms(kind, with_chunks(make, *tensors)), *inputs, scores=self.scores
+        )
+
+    def _with_chunks(
+        self, row: Chunk[R], column: Chunk[C]
+    ) -> tuple[Callable[..., Any], Sequence[Tensor | None]]:
+        """What gives a function rows and columns in place of their tensors, and these."""
+        first, make_row, make_column = len(row.tensors), row.make, column.make
         last = first + len(column.tensors)
 
-        def of_tensors(of_tile: Callable[[ScoreTile], Tensor], *tensors: Tensor | None) -> Tensor:
+        def with_chunks(function: Callable[..., T], *tensors: Tensor | None) -> T:
             rows, columns = make_row(*tensors[:first]), make_column(*tensors[first:last])
-            return of_tile(make(rows, columns, *tensors[last:]))
+            return function(rows, columns, *tensors[last:])
 
-        inputs = (*row.tensors, *column.tensors, *self.shared)
-        at_once = None if once is None else partial(of_tensors, once)
-        return recomputed(partial(of_tensors, function), *inputs, scores=self.scores, once=at_once)
+        return with_chunks, (*row.tensors, *column.tensors, *self.shared)
 
 
 def _merged(kind: Activation, first: Tensor, *others: Tensor) -> Sequence[Tensor]:

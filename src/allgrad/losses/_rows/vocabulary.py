@@ -10,19 +10,21 @@ One rank that holds all words and has few logits takes torch's own cross entropy
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
 
 from allgrad._autograd.transforms import in_lockstep, is_plain_autograd
-from allgrad._core.torch_internals import never_traced
-from allgrad.losses._rows.recompute import keeps, recomputed
+from allgrad.losses._rows.recompute import Pulled, keeps, recomputed
 from allgrad.losses._rows.row_losses import parts_of
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 from allgrad.losses._tiles.exponentials import logsumexp
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
 
 __all__ = ["is_one_formula", "of_all_words", "sums_of_own_words"]
 
@@ -75,7 +77,7 @@ def sums_of_own_words(
     size = max(1, CHUNK_BYTES // (len(weight) * wide.itemsize))
     if len(rows) > size:  # the gradients of chunks are added up
         weight, bias = weight.to(wide), None if bias is None else bias.to(wide)
-    of_chunk, once = (partial(_of_logits, sums, smoothed) for sums in (_sums, _sums_in_one_pass))
+    of_chunk, once = partial(_sums, smoothed), partial(_pulled_sums, smoothed)
     logits = len(rows) * len(weight)
     found = [
         recomputed(of_chunk, at, x, weight, bias, scores=logits, once=once)
@@ -84,14 +86,8 @@ def sums_of_own_words(
     return torch.cat(found, 1)
 
 
-def _of_logits(  # noqa: PLR0917
-    sums: Any, smoothed: bool, own: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
-    found: Tensor = sums(_logits(rows, weight, bias), own, smoothed)
-    return found
-
-
-def _sums(logits: Tensor, own: Tensor, smoothed: bool) -> Tensor:
+def _sums(smoothed: bool, own: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    logits = _logits(rows, weight, bias)
     parts = [logsumexp(logits, 1), _of_targets(logits, own)]
     return torch.stack([*parts, logits.sum(1)] if smoothed else parts)
 
@@ -100,31 +96,36 @@ def _of_targets(logits: Tensor, own: Tensor) -> Tensor:
     return torch.where(own >= 0, logits.gather(1, own.clamp(min=0)[:, None])[:, 0], 0)
 
 
-def _sums_in_one_pass(logits: Tensor, own: Tensor, smoothed: bool) -> Tensor:
-    """The same; differentiable once."""
-    found: Tensor = _Sums.apply(logits, own, smoothed)  # type: ignore[no-untyped-call]
-    return found
-
-
-@never_traced
-class _Sums(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, own: Tensor, smoothed: bool) -> Tensor:
-        top, shares = logits.amax(1), logits.softmax(1)
-        none = top == -torch.inf  # a bias may leave out all words of a rank
+def _pulled_sums(  # noqa: PLR0917
+    smoothed: bool,
+    needed: Sequence[bool],
+    own: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Pulled:
+    """The same with its gradients, in few passes over the logits."""
+    _, needs_rows, needs_weight, needs_bias = needed
+    logits = _logits(rows, weight, bias)
+    top, shares = logits.amax(1), logits.softmax(1)
+    none = top == -torch.inf  # a bias may leave out all words of a rank
+    if bias is not None:
         shares.masked_fill_(none[:, None], 0)
-        lse = torch.where(none, top, top - shares.amax(1).log_())
-        ctx.save_for_backward(shares, own)
-        parts = [lse, _of_targets(logits, own)]
-        return torch.stack([*parts, logits.sum(1)] if smoothed else parts)
+    lse = torch.where(none, top, top - shares.amax(1).log_())
+    parts = [lse, _of_targets(logits, own)]
+    result = torch.stack([*parts, logits.sum(1)] if smoothed else parts)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, by_sums: Tensor) -> tuple[Tensor | None, ...]:
-        shares, own = ctx.saved_tensors
+    def pull(by_sums: Tensor) -> list[Tensor | None]:
         by_lse, by_target, *by_sum = by_sums.unbind()
-        by_logits = shares * by_lse[:, None]
+        by_logits = shares.mul_(by_lse[:, None])
         if by_sum:
             by_logits += by_sum[0][:, None]
         at_target = torch.where(own >= 0, by_target, 0)[:, None]
-        return by_logits.scatter_add_(1, own.clamp(min=0)[:, None], at_target), None, None
+        by_logits.scatter_add_(1, own.clamp(min=0)[:, None], at_target)
+        narrow = by_logits.to(rows.dtype)
+        by_rows = narrow @ weight.to(rows.dtype) if needs_rows else None
+        by_weight = (narrow.T @ rows).to(weight.dtype) if needs_weight else None
+        by_bias = by_logits.sum(0).to(bias.dtype) if bias is not None and needs_bias else None
+        return [None, by_rows, by_weight, by_bias]
+
+    return Pulled(result, pull)

@@ -14,12 +14,10 @@ formulas takes several times as long. It serves all other derivatives. On a CUDA
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from allgrad._core.torch_internals import never_traced
 from allgrad.losses._pairs.pair_terms import negatives_and_weights, softplus
 from allgrad.losses._rows.score_tile import ScoreTile, among
 from allgrad.losses._tiles.torch import has_triton
@@ -31,44 +29,24 @@ if TYPE_CHECKING:
 
     from allgrad.losses._rows.row_losses import Activation
 
-__all__ = ["has_one_pass", "losses_in_one_pass"]
-
+__all__ = ["has_one_pass", "losses_and_derivatives"]
 
 MOST_COLUMNS = 8192  # that the kernel holds in registers
 
 
 def has_one_pass(tile: ScoreTile) -> bool:
-    """Whether the scores need a gradient, and nothing else does."""
-    weights, scores = tile.weights, tile.scores
-    only_scores = scores.requires_grad and (weights is None or not weights.requires_grad)
-    return only_scores and scores.shape[0] > 0 and scores.shape[1] > 1
+    """Whether there are rows, and scores to choose among."""
+    return tile.scores.shape[0] > 0 and tile.scores.shape[1] > 1
 
 
-def losses_in_one_pass(kind: Activation, tile: ScoreTile) -> Tensor:
-    """Each row's loss and whether it counts, (2, rows); differentiable once."""
-    found: Tensor = _Losses.apply(kind, *tile)  # type: ignore[no-untyped-call]
-    return found
+def losses_and_derivatives(kind: Activation, tile: ScoreTile) -> tuple[Tensor, Tensor]:
+    """Each row's loss and whether it counts, (2, rows); the derivative of each loss by its scores."""
+    if _has_kernel(tile.scores):
+        from allgrad.losses._tiles.fused_rows import losses_of_rows
 
-
-@never_traced
-class _Losses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, kind: Activation, *tile: Any) -> Tensor:
-        if _has_kernel(tile[0]):
-            from allgrad.losses._tiles.fused_rows import losses_of_rows
-
-            both, by_scores = losses_of_rows(kind, *tile)
-        else:
-            losses, counts, by_scores = _KINDS[kind](ScoreTile(*tile))
-            both = torch.cat([losses, counts], 1).T
-        ctx.save_for_backward(by_scores)
-        return both
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, by_both: Tensor) -> tuple[Tensor | None, ...]:
-        (by_scores,) = ctx.saved_tensors
-        return None, by_scores * by_both[0][:, None], None, None, None
+        return losses_of_rows(kind, *tile)
+    losses, counts, by_scores = _KINDS[kind](tile)
+    return torch.cat([losses, counts], 1).T, by_scores
 
 
 def _has_kernel(scores: Tensor) -> bool:
