@@ -116,7 +116,7 @@ class _Eager(torch.autograd.Function):
         if once is not None or is_kept:
             found = computed_on(_device(inputs), _pulled, function, once, inputs, needed, is_kept)
         # Not the result: what holds its own graph would never be freed (test_a_graph_that_is_dropped_is_freed).
-        ctx.kept = found.pull if is_kept else None
+        ctx.kept = found.pull if is_kept and found is not None else None
         if found is None:
             return computed_on(_device(inputs), function, *inputs)  # type: ignore[no-any-return]
         return found.result  # type: ignore[no-any-return]
@@ -131,7 +131,8 @@ class _Eager(torch.autograd.Function):
             return None, None, None, *found
         device = by_result.device
         if pull is None:
-            pull = computed_on(device, _pulled, function, once, inputs, needed, True).pull
+            again: Pulled = computed_on(device, _pulled, function, once, inputs, needed, True)
+            pull = again.pull
         return None, None, None, *computed_on(device, pull, by_result)
 
 
