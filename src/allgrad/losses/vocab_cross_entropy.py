@@ -117,9 +117,9 @@ def cross_entropy(
     ``targets`` is a tensor there, they wait some seconds. Sums are kept in float32, or in float64.
 
     Cost: the logits of a chunk of rows (64 MiB) exist at a time, and are computed again in backward, unless
-    there are at most 2 million on this rank. With several chunks of 16 bits, the weight and its gradient
-    exist in float32 too. Forward sends two numbers for each row, three with label smoothing; backward the
-    gradient of ``hidden``.
+    there are at most 2 million on this rank (on a device 16 million). With several chunks of 16 bits, the
+    weight and its gradient exist in float32 too. Forward sends two numbers for each row, three with label
+    smoothing; backward the gradient of ``hidden``.
     """
     arguments = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
 
