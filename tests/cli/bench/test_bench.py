@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -131,6 +132,26 @@ def test_files_hold_all_figures(tmp_path):
     pytest.importorskip("matplotlib")
     show.draw(tmp_path / "a.png", [made_up("gradient")])
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    show.draw(tmp_path / "a", [made_up("gradient")])
+    assert (tmp_path / "a").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("suffix", ["", ".png", ".PNG", ".svg", ".pdf", ".jpg"])
+def test_a_file_that_is_not_refused_can_be_drawn(tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"run{suffix}"
+    command.require_drawable(path)
+    assert not path.exists()
+    show.draw(path, [made_up()])
+    assert path.stat().st_size > 1000
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = CliRunner().invoke(app, ["bench", "--png", str(tmp_path / "run.png")])
+    assert done.exit_code == 2
+    assert "pip install 'allgrad[cli]'" in " ".join(done.output.replace("│", " ").split())
 
 
 def test_sizes_are_read_as_people_write_them():
@@ -175,6 +196,8 @@ def test_the_command_measures(tmp_path):
         (("--png", "nowhere/run.png"), "There is no directory nowhere"),
         (("--calibrate", "nowhere/links.json"), "There is no directory nowhere"),
         (("--json", "."), ". is a directory"),
+        (("--png", "run.xyz"), "run.xyz cannot be drawn: its name ends in none of"),
+        (("--png", "run.png.gz"), "Name a file such as run.png"),
         (("--peers", "nn,deepspeed"), "There is no deepspeed beside allgrad"),
         (("--hosts", "2", "--ranks", "4"), "--ranks-per-host"),
         (("--quick", "--ranks", "1"), "numbers of ranks"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from importlib.util import find_spec
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +21,7 @@ from allgrad.testing import Hosts, HostsUnavailable, why_no_hosts
 if TYPE_CHECKING:
     from allgrad.cli.bench.cases import Case
 
-__all__ = ["bench", "choose", "measure"]
+__all__ = ["bench", "choose", "measure", "require_drawable"]
 
 
 def choose(ranks: str, sizes: str, only: str) -> list[Case]:
@@ -84,7 +85,9 @@ def bench(
         typer.Option(help="Measure links and algorithms instead; write what allgrad plan reads."),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write all results to this file.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the results to this file.")] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw the results to this file: a PNG, JPG, PDF or SVG.")
+    ] = None,
 ) -> None:
     """Measure the collectives beside raw torch.distributed and its differentiable versions."""
     if hosts is not None and ranks is not None:
@@ -99,6 +102,8 @@ def bench(
         ranks, memory = str(hosts * ranks_per_host), False
     for path, option in ((calibrate, "--calibrate"), (json, "--json"), (png, "--png")):
         require_writable(path, option)
+    if png is not None:
+        require_drawable(png)
     if calibrate is not None:
         _calibrate(calibrate, repeats, hosts, link)
         return
@@ -121,6 +126,17 @@ def bench(
         raise typer.BadParameter(str(error), param_hint="--link") from error
     if not correct:
         raise typer.Exit(1)
+
+
+def require_drawable(path: Path) -> None:
+    """Refuse a plot that could not be written after the measurement."""
+    if find_spec("matplotlib") is None:
+        text = "A plot needs matplotlib: pip install 'allgrad[cli]'."
+        raise typer.BadParameter(text, param_hint="--png")
+    try:
+        show.format_of(path)
+    except InputError as error:
+        raise typer.BadParameter(str(error), param_hint="--png") from error
 
 
 def _peers(words: str, chosen: list[Case]) -> list[str]:

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
     from allgrad.cli.bench.run import Measured, Summary
 
-__all__ = ["draw", "format_bytes", "parse_bytes", "tables", "write_json"]
+__all__ = ["draw", "format_bytes", "format_of", "parse_bytes", "tables", "write_json"]
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_PLOTS = ("png", "jpg", "pdf", "svg")
 _PARTS = {"forward": "forward", "both": "forward + backward"}
 
 
@@ -125,6 +126,17 @@ def write_json(path: Path, about: dict[str, Any], measured: Sequence[Measured]) 
     path.write_text(json.dumps(about | {"cases": [m.plain() for m in measured]}, indent=1) + "\n")
 
 
+def format_of(path: Path) -> str:
+    """The format of a plot by the name of its file; a name without an ending is a PNG."""
+    ending = path.suffix.removeprefix(".").lower() or _PLOTS[0]
+    if ending not in _PLOTS:
+        raise InputError(
+            f"{path} cannot be drawn: its name ends in none of {', '.join(_PLOTS)}.\n"
+            "Name a file such as run.png."
+        )
+    return ending
+
+
 def draw(path: Path, measured: Sequence[Measured]) -> None:
     """A panel for each collective and number of ranks: multiples of the baseline, by size."""
     import matplotlib as mpl
@@ -144,7 +156,7 @@ def draw(path: Path, measured: Sequence[Measured]) -> None:
             _panel(panel, sorted(here, key=lambda m: m.case.nbytes), f"{title}, {world} ranks")
     figure.suptitle("Forward + backward, as multiples of the baseline (lower is faster)")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format=format_of(path))
     plt.close(figure)
 
 
