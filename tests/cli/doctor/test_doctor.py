@@ -331,6 +331,20 @@ def test_launchers_variables_are_read():
     assert ranks_text([0, 1, 2, 5]) == "ranks 0-2, 5"
 
 
+@pytest.mark.parametrize("port", ["65536", "0", "99999999999", "-1", "http"])
+def test_a_port_that_is_none_is_refused(monkeypatch, port):
+    job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    done = CliRunner().invoke(app, ["doctor", "--deadline", "1"])
+    assert done.exit_code == 2, done.output
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert re.search(f"MASTER_PORT='?{port}'? is not a (port|number)", said), said
+    step = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
+    with pytest.raises(InputError, match="MASTER_PORT"):
+        launch_of(step | {"MASTER_ADDR": "a", "MASTER_PORT": port})
+
+
 def test_contradicting_variables_are_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", raising=False)

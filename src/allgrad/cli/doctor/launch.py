@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Launch", "first_host", "launch_of"]
 
+_LAST_PORT = 65_535
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -43,7 +45,7 @@ def launch_of(environment: Mapping[str, str] = os.environ) -> Launch | None:
             size,
             _number("LOCAL_RANK", environment, 0),
             _text("MASTER_ADDR", environment),
-            _number("MASTER_PORT", environment),
+            _port(environment),
             serves_store=not agent and rank == 0,
             attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
         )
@@ -57,7 +59,7 @@ def launch_of(environment: Mapping[str, str] = os.environ) -> Launch | None:
             size,
             _number("SLURM_LOCALID", environment, 0),
             environment.get("MASTER_ADDR") or first_host(nodes),
-            _number("MASTER_PORT", environment, 20_000 + job % 10_000),
+            _port(environment, 20_000 + job % 10_000),
             serves_store=rank == 0,
             attempt=f"{job}.{environment['SLURM_STEP_ID']}",
         )
@@ -92,6 +94,15 @@ def _number(name: str, environment: Mapping[str, str], default: int | None = Non
     if not value.isdecimal():
         raise InputError(f"{name}={value!r} is not a number.\nStart with torchrun or srun.")
     return int(value)
+
+
+def _port(environment: Mapping[str, str], default: int | None = None) -> int:
+    port = _number("MASTER_PORT", environment, default)
+    if not 1 <= port <= _LAST_PORT:
+        raise InputError(
+            f"MASTER_PORT={port} is not a port.\nGive a free port of the host of rank 0, 1 to {_LAST_PORT}."
+        )
+    return port
 
 
 def _within(rank: int, size: int, rank_name: str, size_name: str) -> int:
