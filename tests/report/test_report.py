@@ -44,10 +44,32 @@ def hung(tmp_path_factory):
     return path
 
 
-def shown(found):
-    console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
+def shown(found, width=120):
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
     console.print(text(found))
     return console.export_text()
+
+
+@pytest.mark.parametrize("width", [50, 80])
+def test_a_narrow_terminal_shows_names_of_calls_whole(slow_rank, width):
+    told = shown(find(slow_rank), width)
+    assert "…" not in told
+    lines, _, slowest = told.partition("Lines of the program")[2].partition("The slowest calls")
+    first = [line.split(" ")[0] for line in lines.split("\n")]
+    assert first.count("all_reduce") == first.count("all_gather") == 2
+    assert first.count("backward") == 2
+    first = [line.split(" ")[0] for line in slowest.split("\n")]
+    assert first.count("all_reduce") + first.count("all_gather") == 10
+
+
+def test_the_text_is_not_cut_where_there_is_no_terminal(slow_rank):
+    command = [sys.executable, "-m", "allgrad", "report", str(slow_rank)]
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100, env=env)
+    assert "…" not in done.stdout
+    rows = [line.split() for line in done.stdout.split("\n")]
+    where = next(row[2] for row in rows if row[:2] == ["all_reduce", "backward"])
+    assert re.fullmatch(r"programs\.py:\d+", where)
 
 
 def test_the_rank_that_all_waited_for_is_named(slow_rank):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import Annotated
 
@@ -11,6 +12,8 @@ from rich.console import Console
 from allgrad.errors import InputError
 
 __all__ = ["report"]
+
+_UNLIMITED = 10_000  # columns
 
 
 def report(
@@ -42,6 +45,8 @@ def report(
     from allgrad.report.trace import write_trace
 
     console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=_UNLIMITED)  # rich takes a file or a pipe for 80 columns
     try:
         found = find(directory, None if links is None else Links.read(links))
     except InputError as error:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.console import Group
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from allgrad.report.units import nbytes, seconds, short_site
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from collections.abc import Callable
+
+    from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
 
     from allgrad.report.model import Findings, Line, Mismatch
 
 __all__ = ["plan_says", "summary", "text"]
 
 _LINES = 12
+_UNLIMITED = 10_000  # columns
 
 
 def text(found: Findings) -> RenderableType:
@@ -27,8 +32,9 @@ def text(found: Findings) -> RenderableType:
         parts.append(Text(f"  {sentence}", "bold red" if level == "bad" else "yellow"))
     parts += [_mismatch(one) for one in found.mismatches]
     if found.hangs or any(one.error for one in found.last_calls):
-        parts.append(_last_calls(found))
-    parts += [_ranks(found), _lines(found), _slowest(found)]
+        parts.append(_Fitting(partial(_last_calls, found)))
+    parts.append(_ranks(found))
+    parts += [_Fitting(partial(make, found)) for make in (_lines, _slowest)]
     return Group(*parts)
 
 
@@ -39,14 +45,28 @@ def summary(found: Findings) -> str:
     return f"{calls} in {seconds(found.ended - found.began)}. {recording.clocks}"
 
 
+class _Fitting:
+    """A table with names of calls, which stay whole: where it is too wide, "backward" stands below them."""
+
+    def __init__(self, make: Callable[[str], Table]) -> None:
+        self._make = make
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = self._make(" ")
+        needed = Measurement.get(console, options.update_width(_UNLIMITED), wide).maximum
+        yield wide if needed <= options.max_width else self._make("\n")
+
+
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=f"\n{title}", box=None, pad_edge=False, header_style="dim")
     table.collapse_padding = True
     table.title_justify, table.title_style = "left", "bold"
     for column in columns:
         right = column.startswith(">")
-        table.add_column(column.removeprefix(">"), justify="right" if right else "left")
-        table.columns[-1].no_wrap = column not in {"call", ""}
+        name = column.removeprefix(">")
+        # On a narrow terminal every cell is broken into lines; none is cut.
+        justify: JustifyMethod = "right" if right else "left"
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=name == "call")
     return table
 
 
@@ -69,7 +89,7 @@ def _ranks(found: Findings) -> Table:
     return table
 
 
-def _lines(found: Findings) -> Table:
+def _lines(found: Findings, space: str) -> Table:
     columns = (
         "call",
         "line",
@@ -86,7 +106,7 @@ def _lines(found: Findings) -> Table:
     for line in found.lines[:_LINES]:
         share = line.waiting / line.in_calls if line.in_calls else 0.0
         table.add_row(
-            line.name + (" backward" if line.backward else ""),
+            line.name + (f"{space}backward" if line.backward else ""),
             short_site(line.site),
             f"{line.calls:,}",
             nbytes(line.nbytes),
@@ -110,12 +130,12 @@ def plan_says(line: Line) -> str:
     return seconds(time) if algorithm in line.algorithms else f"{seconds(time)} ({algorithm})"
 
 
-def _slowest(found: Findings) -> Table:
+def _slowest(found: Findings, space: str) -> Table:
     columns = ("call", "line", ">number", ">at", ">took", ">waited", "for")
     table = _table("The slowest calls", *columns)
     for one in found.slowest:
         table.add_row(
-            one.kind.title,
+            one.kind.title.replace(" ", space),
             short_site(one.kind.site),
             f"{one.number:,}",
             seconds(one.began - found.began),
@@ -126,13 +146,13 @@ def _slowest(found: Findings) -> Table:
     return table
 
 
-def _last_calls(found: Findings) -> Table:
+def _last_calls(found: Findings, space: str) -> Table:
     table = _table("The last call of each rank", "rank", "call", "line", ">number", ">began", "")
     for one in found.last_calls:
         ended = one.error.partition("\n")[0] or "ended" if one.ended else "has not ended"
         table.add_row(
             str(one.rank),
-            one.kind.title,
+            one.kind.title.replace(" ", space),
             short_site(one.kind.site),
             f"{one.number:,}",
             f"{seconds(found.ended - one.began)} ago",
@@ -144,6 +164,7 @@ def _last_calls(found: Findings) -> Table:
 def _mismatch(one: Mismatch) -> Table:
     title = f"Call {one.number} of {one.group}: what each rank did"
     table = _table(title, "rank", "call")
+    table.columns[-1].no_wrap = False  # a call with its sizes and its line is long
     for rank, words in one.by_rank.items():
         table.add_row(str(rank), Text(words, "bold red" if rank in one.odd else ""))
     return table
