@@ -8,19 +8,23 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from allgrad._wire.groups import Backend
 from allgrad._wire.link_model import LOOPBACK, Links, predict, with_given
 from allgrad._wire.recorder import CLOSED_AT, EVENT_BYTES, HEADER_BYTES, MAGIC
 from allgrad._wire.situation import Situation
+from allgrad.cli.main import app
 from allgrad.errors import InputError
 from allgrad.report.findings import find
 from allgrad.report.load import load
+from allgrad.report.model import Mismatch
 from allgrad.report.text import text
 from allgrad.report.trace import write_trace
 from allgrad.testing import RankFailed, run_ranks
@@ -269,6 +273,30 @@ def test_the_command_writes_what_is_asked_for(slow_rank, tmp_path):
     assert f"Rank {SLOW} is late in" in html
     assert not re.findall(r"(?:src|href)=\"(?!data:)", html)
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_names_of_the_user_are_shown_as_they_are(slow_rank, tmp_path):
+    """Square brackets are no markup of rich, and colons no emoji."""
+    (tmp_path / "[").mkdir()
+    page, trace = (tmp_path / f"[/b] :x: run[red].{ending}" for ending in ("html", "json"))
+    words = ["report", str(slow_rank), "-o", str(page), "--trace", str(trace)]
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "400"})
+    assert done.exit_code == 0, done.output
+    assert str(page) in done.output
+    assert str(trace) in done.output
+    found = find(slow_rank)
+    site, group = "[b] train[red] :x:.py:7", "group [dp][/b]"
+    kind = found.slowest[0].kind._replace(site=site)
+    found.slowest[0] = replace(found.slowest[0], kind=kind)
+    found.lines[0].site = site
+    found.last_calls[0] = replace(found.last_calls[0], kind=kind)
+    found.hangs = True
+    found.mismatches = [Mismatch(group, 3, {0: site, 1: 60 * "x"}, {}, [1], 0)]
+    found.ranks[0].host = "[i]node[/i]"
+    told = shown(found)
+    assert told.count(site) == 4
+    assert f"Call 3 of {group}: what" in told
+    assert "[i]node[/i]" in told
 
 
 EVENT = np.dtype([(name, np.uint64) for name in ("start", "end", "bytes", "what")])

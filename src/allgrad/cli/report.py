@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from allgrad.errors import InputError
 
@@ -54,10 +55,10 @@ def report(
     if out is None and trace is None:
         console.print(text(found))
         return
-    console.print(summary(found))
+    console.print(Text(summary(found)))
     for file, write in ((out, write_page), (trace, write_trace)):
         if file is not None:
             try:
-                console.print(write(found, file), soft_wrap=True)
+                console.print(Text(write(found, file)), soft_wrap=True)
             except OSError as error:
                 raise typer.BadParameter(str(error), param_hint=str(file)) from error

@@ -45,6 +45,11 @@ def summary(found: Findings) -> str:
     return f"{calls} in {seconds(found.ended - found.began)}. {recording.clocks}"
 
 
+def _add_row(table: Table, *cells: str | Text) -> None:
+    """Cells as they are: names of files and groups may look like markup of rich."""
+    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
 class _Fitting:
     """A table with names of calls, which stay whole: where it is too wide, "backward" stands below them."""
 
@@ -58,9 +63,9 @@ class _Fitting:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=f"\n{title}", box=None, pad_edge=False, header_style="dim")
+    table = Table(title=Text(f"\n{title}", "bold"), box=None, pad_edge=False, header_style="dim")
     table.collapse_padding = True
-    table.title_justify, table.title_style = "left", "bold"
+    table.title_justify = "left"
     for column in columns:
         right = column.startswith(">")
         name = column.removeprefix(">")
@@ -76,7 +81,8 @@ def _ranks(found: Findings) -> Table:
     for one in found.ranks:
         share = one.waiting / one.in_calls if one.in_calls else 0.0
         last = one.last / one.matched if one.matched else 0.0
-        table.add_row(
+        _add_row(
+            table,
             str(one.rank),
             one.host,
             f"{one.calls:,}",
@@ -105,7 +111,8 @@ def _lines(found: Findings, space: str) -> Table:
     table = _table(title, *columns, ">skew")
     for line in found.lines[:_LINES]:
         share = line.waiting / line.in_calls if line.in_calls else 0.0
-        table.add_row(
+        _add_row(
+            table,
             line.name + (f"{space}backward" if line.backward else ""),
             short_site(line.site),
             f"{line.calls:,}",
@@ -134,7 +141,8 @@ def _slowest(found: Findings, space: str) -> Table:
     columns = ("call", "line", ">number", ">at", ">took", ">waited", "for")
     table = _table("The slowest calls", *columns)
     for one in found.slowest:
-        table.add_row(
+        _add_row(
+            table,
             one.kind.title.replace(" ", space),
             short_site(one.kind.site),
             f"{one.number:,}",
@@ -150,7 +158,8 @@ def _last_calls(found: Findings, space: str) -> Table:
     table = _table("The last call of each rank", "rank", "call", "line", ">number", ">began", "")
     for one in found.last_calls:
         ended = one.error.partition("\n")[0] or "ended" if one.ended else "has not ended"
-        table.add_row(
+        _add_row(
+            table,
             str(one.rank),
             one.kind.title.replace(" ", space),
             short_site(one.kind.site),
@@ -166,5 +175,5 @@ def _mismatch(one: Mismatch) -> Table:
     table = _table(title, "rank", "call")
     table.columns[-1].no_wrap = False  # a call with its sizes and its line is long
     for rank, words in one.by_rank.items():
-        table.add_row(str(rank), Text(words, "bold red" if rank in one.odd else ""))
+        _add_row(table, str(rank), Text(words, "bold red" if rank in one.odd else ""))
     return table

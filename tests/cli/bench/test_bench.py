@@ -189,6 +189,16 @@ def test_the_command_measures(tmp_path):
     assert len(json.loads(out.read_text())["cases"]) == 1
 
 
+def test_names_of_the_user_are_shown_as_they_are(monkeypatch, capsys):
+    """Square brackets are no markup of rich, and colons no emoji."""
+    about = {"torch": "2", "link": "[/b] 200mbit[red] :x:"}
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(run, "machine", lambda _: about)
+    monkeypatch.setattr(run, "run", lambda *_, **__: iter([made_up()]))
+    assert command.measure([], None, False, json=None, png=None)
+    assert "link [/b] 200mbit[red] :x:. Medians, " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -198,6 +208,8 @@ def test_the_command_measures(tmp_path):
         (("--json", "."), ". is a directory"),
         (("--png", "run.xyz"), "run.xyz cannot be drawn: its name ends in none of"),
         (("--png", "run.png.gz"), "Name a file such as run.png"),
+        (("--png", "[b] run[red].xyz"), "[b] run[red].xyz cannot be drawn"),
+        (("--only", "[/b] [red]"), "There is no [/b] [red] to measure"),
         (("--peers", "nn,deepspeed"), "There is no deepspeed beside allgrad"),
         (("--hosts", "2", "--ranks", "4"), "--ranks-per-host"),
         (("--quick", "--ranks", "1"), "numbers of ranks"),

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import allgrad as ag
 from allgrad._wire.world import rank_of
 from allgrad.cli.demo import command, digits, training, worlds
+from allgrad.cli.demo.progress import say
 from allgrad.cli.main import Loss, app
 from allgrad.testing import run_ranks
 
@@ -187,3 +188,9 @@ def test_pieces_join_to_the_batch():
     for mine, whole in ((1, 3), (2, 4)):
         torch.testing.assert_close(torch.cat([p[mine] for p in pieces]), pieces[0][whole])
     assert [len(p[1]) for p in pieces] == training.batch_sizes(4, 3)
+
+
+def test_names_of_the_user_are_shown_as_they_are(capsys):
+    """Square brackets are no markup of rich, and colons no emoji."""
+    say("[/b] run[red] :x:.png")
+    assert capsys.readouterr().out == "[/b] run[red] :x:.png\n"

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,6 +83,18 @@ def test_bad_input_says_what_to_give(words, said):
     done = run(*words)
     assert done.exit_code == 2
     assert said in " ".join(done.output.replace("│", " ").split())
+
+
+def test_names_of_the_user_are_shown_as_they_are(tmp_path):
+    """Square brackets are no markup of rich, and colons no emoji."""
+    path, name = tmp_path / "links[red].json", "[/b] our [red]cluster :x:"
+    replace(LOOPBACK, about=name).write(path)
+    done = run("--ranks", "16", "--links", str(path), columns=400)
+    assert done.exit_code == 0, done.output
+    assert f"links: {name}. Predicted" in done.output
+    done = run("--links", "[/b] links[red].json", columns=400)
+    assert done.exit_code == 2
+    assert "[/b] links[red].json" in done.output
 
 
 def calls_of_a_step(pairs):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from allgrad.cli.bench import calibrate as calibration
 from allgrad.cli.bench import cases, run, show
@@ -218,7 +219,7 @@ def measure(
     for table in show.tables(measured):
         console.print(table)
     words = ", ".join(f"{name} {value}" for name, value in about.items() if value)
-    console.print(f"{words}. Medians, ± half the interquartile range.")
+    console.print(Text(f"{words}. Medians, ± half the interquartile range."))
     if png is not None:
         show.draw(png, measured)
     return not any(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,8 +20,8 @@ _PLAIN_LINES = 5
 
 
 def say(line: str = "") -> None:
-    """Print one line, without wrapping or markup."""
-    Console().print(line, markup=False, highlight=False, soft_wrap=True)
+    """Print one line, without wrapping, markup or emoji."""
+    Console().print(Text(line), soft_wrap=True)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from allgrad._wire import algorithms
 from allgrad._wire.groups import Backend
@@ -131,7 +132,8 @@ def plan(
     flops = None if tflops is None else tflops * 1e12
     console.print(show.step_table(plans, title, flops))
     given = f"links: {table.about or 'given'}"
-    console.print(f"{given}. Predicted, not measured: see docs/plan.md for how far to trust it.")
+    advice = "Predicted, not measured: see docs/plan.md for how far to trust it."
+    console.print(Text(f"{given}. {advice}"))
     if json is not None:
         json.write_text(json_module.dumps(show.plain(table, rows, plans), indent=1) + "\n")
 
