@@ -1,5 +1,7 @@
 """Bad input: an error class on every rank, a table of what each rank had, a group that still works."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from allgrad.errors import (
     GroupError,
     InputError,
     PieceMismatch,
+    RankRaised,
     ReductionError,
     SizesError,
     TensorError,
@@ -294,6 +297,38 @@ def test_unknown_gradient(rank):
         lambda x, grad: ag.permute(x, [], grad=grad),
     ):
         raises_everywhere(InputError, lambda call=call: call(x, grad="same"), "grad='same'")
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("value", ["yes", "", 1, 0, None, [], torch.tensor(True)])
+def test_what_is_no_bool(rank, value):
+    x = torch.zeros(3)
+    for where in (contextlib.nullcontext(), ag.checked()):
+        with where:
+            for op in ("sum", "max"):
+                raises_everywhere(
+                    InputError,
+                    lambda op=op: ag.scan(x, op, exclusive=value),
+                    f"scan: exclusive={value!r} is neither True nor False.",
+                )
+            for sizes in (None, "equal"):
+                raises_everywhere(
+                    InputError,
+                    lambda sizes=sizes: ag.shift(x, wrap=value, sizes=sizes),
+                    f"shift: wrap={value!r} is neither True nor False.",
+                )
+            ag.shift(x, wrap=True, sizes="equal")  # 1 equals it, and its pair is kept
+
+
+@pytest.mark.ranks(3)
+def test_what_is_no_bool_on_one_rank_reaches_all_in_checked_mode(rank):
+    with ag.checked():
+        value = "yes" if rank == 1 else True
+        raises_everywhere(
+            InputError if rank == 1 else RankRaised,
+            lambda: ag.scan(torch.zeros(3), exclusive=value),
+            "scan: exclusive='yes' is neither True nor False.",
+        )
 
 
 def test_errors_without_a_world():

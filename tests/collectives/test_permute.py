@@ -1,13 +1,17 @@
 """permute and shift."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
 
 import allgrad as ag
 import reference
+from allgrad.errors import GroupError, InputError
 from exactness import SIZES, check_exact, pieces, place, ragged_shapes, same
 from places import everywhere, on
+from refusals import raises_everywhere
 
 PAIRS = {
     "cycle": lambda world: [(r, (r + 1) % world) for r in range(world)],
@@ -77,6 +81,48 @@ def test_pairs_from_an_iterator(rank, world):
             same(ag.permute(xs[rank], pairs), want, "the pieces")
     with pytest.raises(ag.errors.InputError, match="permute: 3 is not a"):
         ag.permute(xs[rank], 3)
+
+
+ARRAYS = {
+    "numpy": lambda pairs: np.array(pairs, np.int32),
+    "tensor": torch.tensor,
+    "list of arrays": lambda pairs: [np.array(pairs[0]), torch.tensor(pairs[1])],
+    "numbers of numpy": lambda pairs: [(np.int64(a), torch.tensor(b)) for a, b in pairs],
+}
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_pairs_may_be_arrays(rank, kind):
+    """And those of one rank a list, in checked mode too."""
+    xs, pairs = pieces([(2,), (1,), (0,)]), [(0, 1), (1, 2)]
+    given = pairs if rank == 1 else ARRAYS[kind](pairs)
+    want = reference.permute(xs, pairs)[rank]
+    same(ag.permute(xs[rank], given), want, "the pieces")
+    with ag.checked():
+        same(ag.permute(xs[rank], given), want, "the pieces, checked")
+    same(ag.permute(xs[rank], ARRAYS[kind](pairs)[:0]), torch.zeros_like(xs[rank]), "no pairs")
+
+
+NO_PAIRS = {
+    "a number of numpy": (np.array(3), "3 is not a (from, to) pair"),
+    "a tensor of one number": (torch.tensor(3), "3 is not a (from, to) pair"),
+    "a vector": (torch.tensor([0, 1]), "0 is not a (from, to) pair"),
+    "three dimensions": (np.zeros((1, 2, 2), int), "from=[0, 0] is not a rank"),
+    "three columns": (torch.zeros(1, 3).long(), "[0, 0, 0] is not a (from, to) pair"),
+    "no whole numbers": (np.array([[0.0, 1.0]]), "from=0.0 is not a rank"),
+}
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("kind", NO_PAIRS)
+def test_arrays_that_are_no_pairs_are_refused(kind):
+    pairs, words = NO_PAIRS[kind]
+    for where in (contextlib.nullcontext(), ag.checked()):
+        with where:
+            raises_everywhere(
+                (InputError, GroupError), lambda: ag.permute(torch.ones(2), pairs), words
+            )
 
 
 @pytest.mark.ranks(3)

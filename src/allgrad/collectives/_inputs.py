@@ -33,6 +33,7 @@ __all__ = [
     "arguments_in_words",
     "as_index",
     "as_rank",
+    "check_bool",
     "check_for_all",
     "check_grad",
     "check_rank",
@@ -267,6 +268,15 @@ def check_grad(call: Call | str, grad: object, *, same: bool = False) -> bool:
             raise error
         refuse(call, error)
     return grad == "none"
+
+
+def check_bool(call: Call, argument: str, value: object) -> None:
+    """Raise unless this is True or False; in checked mode the others raise too."""
+    if not isinstance(value, bool):
+        problem = (
+            f"{call.name}: {argument}={value!r} is neither True nor False.\nGive one of these."
+        )
+        refuse(call, InputError(problem))
 
 
 def check_rank(name: str, call: Call, argument: str, rank: object) -> int:

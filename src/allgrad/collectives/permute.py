@@ -9,7 +9,15 @@ from allgrad._autograd.adjoint_pair import AdjointPair, Made, makes_pair
 from allgrad._core.partition import Partition, unpack
 from allgrad._wire import primitives as wire
 from allgrad._wire.consistency import refuse
-from allgrad.collectives._inputs import as_index, check_grad, check_rank, describe, named, run_known
+from allgrad.collectives._inputs import (
+    as_index,
+    check_bool,
+    check_grad,
+    check_rank,
+    describe,
+    named,
+    run_known,
+)
 from allgrad.collectives._pair_cache import hashable, recall
 from allgrad.collectives._size_exchange import held_pieces
 from allgrad.errors import GroupError, InputError
@@ -69,6 +77,7 @@ def permute(
         rank 2   [ c c c ]            [ b ]
 
     A rank to which nobody sends gets zeros, as many as it held. No rank sends or receives twice.
+    ``pairs`` may be an array of two columns, except in a compiled function.
 
     Gradient: the pieces go back. What was sent nowhere has gradient zero.
 
@@ -80,8 +89,7 @@ def permute(
 
     Cost: one collective each way, plus one size exchange unless ``sizes`` is given.
     """
-    # A list: ranks compare it in checked mode, and an iterator is used up once.
-    listed = [*pairs] if isinstance(pairs, Iterable) else [pairs]
+    listed = _listed(pairs)
     call = wire.resolve("permute", group, lambda: describe(x, dim, pairs=listed, dim=dim))
     stop = check_grad(call, grad)
     to = _destinations("permute", call, listed)
@@ -147,11 +155,13 @@ def shift(
     key = None
     if sizes is not None:
         key = ("shift", x, group, offset, wrap, dim, hashable(sizes), grad)
-        known = recall(*key) if type(offset) is int and type(dim) is int else None
+        plain = type(offset) is int and type(dim) is int and type(wrap) is bool
+        known = recall(*key) if plain else None
         if known is not None:
             return run_known(known, x, grad, async_op)
     call = wire.resolve("shift", group, lambda: describe(x, dim, offset=offset, wrap=wrap, dim=dim))
     stop = check_grad(call, grad)
+    check_bool(call, "wrap", wrap)
     by = as_index(offset)
     if by is None:
         problem = f"shift: offset={offset!r} is not a whole number.\nGive ranks to move on."
@@ -170,6 +180,21 @@ def shift(
         async_op=async_op,
         key=key,
     )
+
+
+def _listed(pairs: object) -> list[object]:
+    """Pairs without arrays: ranks compare them in checked mode, and an iterator is used up once."""
+    pairs = _without_arrays(pairs)
+    return [_without_arrays(pair) for pair in pairs] if isinstance(pairs, Iterable) else [pairs]
+
+
+def _without_arrays(value: object) -> object:
+    if isinstance(value, tuple):
+        return tuple([_without_arrays(item) for item in value])
+    if isinstance(value, list):
+        return [_without_arrays(item) for item in value]
+    # TorchDynamo asks no number that varies from call to call.
+    return value.tolist() if not isinstance(value, int) and hasattr(value, "tolist") else value
 
 
 def _number(to: Sequence[int]) -> int:

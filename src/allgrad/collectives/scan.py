@@ -14,7 +14,7 @@ from allgrad._wire import primitives as wire
 from allgrad._wire.calls import of_stacked
 from allgrad._wire.consistency import refuse
 from allgrad._wire.situation import FLAT_PIECE
-from allgrad.collectives._inputs import check_grad, describe, named, take_reduced
+from allgrad.collectives._inputs import check_bool, check_grad, describe, named, take_reduced
 from allgrad.collectives.all_gather import gather_pair
 from allgrad.errors import ReductionError
 
@@ -81,6 +81,7 @@ def scan(
     """
     call = wire.resolve("scan", group, lambda: describe(x, op=op, exclusive=exclusive))
     stop = check_grad(call, grad)
+    check_bool(call, "exclusive", exclusive)
     leaves, found = take_reduced(call, x, op)
     call = named(call, leaves)
     if exclusive and any(reduction.empty is None for reduction in found):
