@@ -10,7 +10,7 @@ import torch
 
 import allgrad as ag
 import reference
-from allgrad.errors import AllgradError, PieceMismatch, TensorError
+from allgrad.errors import AllgradError, PieceMismatch, SizesError, TensorError
 from counting import Counted
 from exactness import grads, leaf, loss, random, same
 
@@ -254,3 +254,56 @@ def test_a_result_may_be_changed_in_place(rank):
         assert g.shape == x.shape
     with pytest.raises(RuntimeError, match=r"in.?place"):
         ag.share(x).add_(1)
+
+
+def whole(n):
+    """A nest of three leaves of that length; one has a dtype of its own."""
+    x = random((n, 2), n)
+    return {"a": x, "b": [x[:, 0].clone(), torch.arange(n)]}
+
+
+WITH_SIZES = {
+    "all_gather": lambda rank, sizes: ag.all_gather(whole(rank + 1), sizes=sizes(1, 2, 3)),
+    "reduce_scatter": lambda _, sizes: ag.reduce_scatter(whole(6), sizes=sizes(1, 2, 3)),
+    "split": lambda _, sizes: ag.split(whole(6), sizes=sizes(1, 2, 3)),
+    "gather": lambda rank, sizes: ag.gather(whole(rank + 1), sizes=sizes(1, 2, 3)),
+    "scatter": lambda rank, sizes: ag.scatter(
+        whole(0 if rank else 6), sizes=None if rank else sizes(1, 2, 3)
+    ),
+    "all_to_all": lambda rank, sizes: ag.all_to_all(
+        whole(6), send_sizes=sizes(1, 2, 3), recv_sizes=sizes(*[rank + 1] * 3)
+    ),
+    "all_to_all, found": lambda _, sizes: ag.all_to_all(whole(6), send_sizes=sizes(1, 2, 3)),
+    "permute": lambda rank, sizes: ag.permute(whole(rank + 1), [(0, 1)], sizes=sizes(1, 2, 3)),
+    "shift": lambda rank, sizes: ag.shift(whole(rank + 1), sizes=sizes(1, 2, 3)),
+}
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", WITH_SIZES)
+def test_sizes_from_an_iterator_are_for_all_leaves(rank, name):
+    call = WITH_SIZES[name]
+    want = call(rank, lambda *sizes: sizes)
+    for got in (call(rank, lambda *sizes: iter(sizes)), call(rank, lambda *s: (n for n in s))):
+        same(got["a"], want["a"], "the matrix")
+        same(got["b"][0], want["b"][0], "the vector")
+        assert torch.equal(got["b"][1], want["b"][1])
+
+
+@pytest.mark.ranks(3)
+def test_sizes_from_an_iterator_in_a_graph(rank):
+    def gather(x, numbers):
+        return ag.all_gather(x, sizes=(n + 1 for n in numbers))
+
+    compiled = torch.compile(gather, backend="aot_eager", fullgraph=True)
+    got, want = (f(whole(rank + 1), (0, 1, 2)) for f in (compiled, gather))
+    same(got["a"], want["a"], "the matrix")
+    same(got["b"][0], want["b"][0], "the vector")
+
+
+@pytest.mark.ranks(3)
+def test_an_error_names_sizes_from_an_iterator():
+    with pytest.raises(SizesError, match=r"sizes=\[1, 2, -3\]"):
+        ag.split(torch.ones(6), sizes=iter((1, 2, -3)))
+    with pytest.raises(SizesError, match=r"recv_sizes=\[2, 2, -2\]"):
+        ag.all_to_all(torch.ones(6), recv_sizes=iter((2, 2, -2)))

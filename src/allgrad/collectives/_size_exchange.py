@@ -15,7 +15,7 @@ from allgrad._core.partition import Partition
 from allgrad._core.torch_internals import FINDS_LENGTHS_IN_TRANSFORMS, functorch_active, unrecorded
 from allgrad.collectives._inputs import Leaves, check_for_all, exchange, take_leaves
 from allgrad.collectives._mismatch import pieces_differ
-from allgrad.collectives._sizes import held_sizes
+from allgrad.collectives._sizes import held_sizes, reusable
 from allgrad.errors import ModeError, TensorError, rank_table
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def held_pieces(  # noqa: PLR0917
         leaves, dims = take_leaves(call.name, x).along(call.name, dim)
         if find_out:
             return leaves, Partition(dims, ())
-        known = "equal" if sizes is None else sizes
+        known = "equal" if sizes is None else reusable(sizes)
         own = [t.shape[d] for t, d in zip(leaves.tensors, dims, strict=True)]
         return leaves, Partition(dims, tuple(held_sizes(call, n, known) for n in own))
 

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
     from allgrad._wire.calls import Call
     from allgrad.types import Sizes
 
-__all__ = ["divide", "given_sizes", "held_sizes", "partition_for"]
+__all__ = ["divide", "given_sizes", "held_sizes", "partition_for", "reusable"]
+
+
+def reusable(sizes: Sizes) -> Sizes:
+    """Sizes that every leaf of a nest can read: an iterator is used up once."""
+    return tuple(sizes) if hasattr(sizes, "__next__") else sizes  # type: ignore[arg-type]
 
 
 def given_sizes(name: str, call: Call, sizes: Sizes, argument: str = "sizes") -> tuple[int, ...]:
@@ -62,6 +67,7 @@ def partition_for(
     call: Call, leaves: Leaves, dims: tuple[int, ...], sizes: Sizes, argument: str = "sizes"
 ) -> Partition:
     """How this rank's leaves are divided among the ranks."""
+    sizes = reusable(sizes)
     lengths = (t.shape[dim] for t, dim in zip(leaves.tensors, dims, strict=True))
     return Partition(
         dims, tuple(divide(call.name, call, length, sizes, argument) for length in lengths)

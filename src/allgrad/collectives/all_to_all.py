@@ -20,7 +20,7 @@ from allgrad.collectives._inputs import (
 )
 from allgrad.collectives._pair_cache import hashable, recall
 from allgrad.collectives._size_exchange import arriving_sizes
-from allgrad.collectives._sizes import given_sizes, partition_for
+from allgrad.collectives._sizes import given_sizes, partition_for, reusable
 from allgrad.errors import SizesError
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _checked_all_to_all(  # noqa: PLR0917
         if isinstance(recv_sizes, str) and recv_sizes == "equal":
             receive = tuple((sizes[call.rank],) * call.size for sizes in send.sizes)
         else:
-            given = given_sizes("all_to_all", call, recv_sizes, "recv_sizes")
+            given = given_sizes("all_to_all", call, reusable(recv_sizes), "recv_sizes")
             receive = (given,) * len(dims)
         for sent, got in zip(send.sizes, receive, strict=True):
             if sent[call.rank] != got[call.rank]:

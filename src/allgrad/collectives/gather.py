@@ -24,7 +24,7 @@ from allgrad.collectives._inputs import (
 )
 from allgrad.collectives._pair_cache import hashable, recall
 from allgrad.collectives._size_exchange import amounts_of_src, held_pieces, told_by_src
-from allgrad.collectives._sizes import given_sizes, partition_for
+from allgrad.collectives._sizes import given_sizes, partition_for, reusable
 from allgrad.errors import ModeError, SizesError, TensorError
 
 if TYPE_CHECKING:
@@ -185,6 +185,7 @@ def scatter(
     stop = check_grad(call, grad)
     root = check_rank("scatter", call, "src", src)
     here = call.rank == root
+    sizes = reusable(sizes)
 
     def check() -> tuple[Leaves, Partition]:
         if here and x is None:
