@@ -93,6 +93,44 @@ def test_unequal_tensors_never_meet(world, name):
     assert all("different" in text for text in found), found
 
 
+# A rank whose nest is empty would send nothing, and go on to its next call.
+NO_TENSORS = {
+    "all_reduce": ag.all_reduce,
+    "all_reduce, max": lambda nest: ag.all_reduce(nest, op="max"),
+    "all_reduce, started": lambda nest: ag.all_reduce(nest, async_op=True).wait(),
+    "all_reduce, compiled": lambda nest: compiled_if(True)(nest),  # noqa: PLW0108
+    "broadcast": ag.broadcast,
+    "reduce": ag.reduce,
+    "scan": ag.scan,
+    "all_gather": lambda nest: ag.all_gather(nest, sizes="equal"),
+    "reduce_scatter": lambda nest: ag.reduce_scatter(nest, sizes="equal"),
+    "all_to_all": lambda nest: ag.all_to_all(nest, send_sizes="equal"),
+    "gather": lambda nest: ag.gather(nest, sizes="equal"),
+    "shift": lambda nest: ag.shift(nest, sizes="equal"),
+    "permute": lambda nest: ag.permute(nest, [(0, 1), (1, 2)], sizes="equal"),
+}
+
+
+def bring_no_tensors(name):
+    rank = dist.get_rank()
+    ag.all_reduce(torch.ones(1))
+    try:
+        NO_TENSORS[name]([] if rank == 1 else [torch.ones(3)])
+        if rank != 1:  # of broadcast it has its result: it finds out in its next call
+            ag.all_reduce(torch.ones(1))
+    except AllgradError as error:
+        dist.destroy_process_group()
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", NO_TENSORS)
+def test_an_empty_nest_on_one_rank(name):
+    found = run_ranks(bring_no_tensors, 3, name, timeout=30)
+    assert all(text and "for a nest without tensors" in text for text in found), found
+
+
 def unused_result(odd):
     """A rank without the second result in its loss goes backward through the first at once."""
     x = torch.ones(3, requires_grad=True)

@@ -10,7 +10,7 @@ import torch
 
 import allgrad as ag
 import reference
-from allgrad.errors import AllgradError, PieceMismatch, SizesError, TensorError
+from allgrad.errors import AllgradError, CollectiveMismatch, PieceMismatch, SizesError, TensorError
 from counting import Counted
 from exactness import grads, leaf, loss, random, same
 
@@ -307,3 +307,23 @@ def test_an_error_names_sizes_from_an_iterator():
         ag.split(torch.ones(6), sizes=iter((1, 2, -3)))
     with pytest.raises(SizesError, match=r"recv_sizes=\[2, 2, -2\]"):
         ag.all_to_all(torch.ones(6), recv_sizes=iter((2, 2, -2)))
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", [*CALLS, *ALIKE])
+def test_nests_without_tensors_meet_in_one_message(name):
+    """In a graph too."""
+    call, _ = (CALLS | ALIKE)[name]
+    compiled = torch.compile(lambda x: call(x), backend="aot_eager", fullgraph=True)  # noqa: PLW0108
+    compiled([])
+    for one in (call, compiled):
+        with Counted() as calls:
+            assert one([]) == []
+        assert len(calls) == 1, calls
+
+
+@pytest.mark.ranks(3)
+def test_an_empty_nest_on_one_rank_is_named_in_checked_mode(rank):
+    with ag.checked(), pytest.raises(CollectiveMismatch, match="nothing was sent"):
+        ag.all_reduce([] if rank == 1 else [torch.ones(3)])
+    assert ag.all_gather(torch.tensor([rank])).tolist() == [0, 1, 2]

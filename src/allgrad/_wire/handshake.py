@@ -72,7 +72,7 @@ _FEW_RANKS = 16
 
 OPERATIONS = (
     *("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "permute"),
-    "gather_sizes",
+    *("gather_sizes", "shift", "all_reduce", "broadcast", "reduce", "scan"),
 )
 _DEVICES = ("", "cpu", "cuda", "xpu", "hpu", "mps", "npu", "privateuseone")
 _ERRORS: tuple[type[InputError] | None, ...] = (

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from allgrad._autograd.adjoint_pair import HANDSHAKE
+from allgrad._autograd.transforms import has_only_shape
 from allgrad._core.partition import Partition
 from allgrad._core.torch_internals import FINDS_LENGTHS_IN_TRANSFORMS, functorch_active, unrecorded
+from allgrad._wire.calls import Call
 from allgrad.collectives._inputs import Leaves, check_for_all, exchange, take_leaves
 from allgrad.collectives._mismatch import pieces_differ
 from allgrad.collectives._sizes import held_sizes, reusable
@@ -23,13 +25,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from allgrad._wire.calls import Call
     from allgrad._wire.handshake import RankArgs
     from allgrad.types import Sizes
 
     SizesByTensor = Sequence[Sequence[int]]
 
-__all__ = ["amounts_of_src", "arriving_sizes", "compare_shapes", "held_pieces", "told_by_src"]
+__all__ = [
+    "amounts_of_src",
+    "arriving_sizes",
+    "await_others",
+    "compare_shapes",
+    "held_pieces",
+    "told_by_src",
+]
 
 
 def held_pieces(  # noqa: PLR0917
@@ -53,8 +61,20 @@ def held_pieces(  # noqa: PLR0917
 
     leaves, known = check_for_all(call, operation, x, check, exchanged=find_out)
     if not find_out:
+        await_others(call, leaves)
         return leaves, known
     return leaves, Partition(known.dims, _sizes_by_rank(call, operation, leaves, known.dims, root))
+
+
+def await_others(call: Call, leaves: Leaves) -> None:
+    """Exchange structures where a nest has no tensors, and no sizes are exchanged: nothing would be sent.
+
+    A rank whose nest is empty by mistake would go on, and its next calls meet those that the others
+    are in (test_an_empty_nest_on_one_rank). Where all nests are empty the exchange is all that is sent.
+    """
+    if leaves.tensors or call.size == 1 or has_only_shape(torch.empty(0, device="cpu")):
+        return
+    compare_shapes(Call(*call[:-1], "a nest without tensors"), call.name, leaves, ())
 
 
 def _sizes_by_rank(
@@ -215,7 +235,9 @@ def _own_amounts(
 _EXCHANGES: dict[str, Callable[..., tuple[tuple[int, ...], ...]]] = {
     **dict.fromkeys(("all_gather", "gather", "permute", "gather_sizes"), _lengths),
     "all_to_all": _amounts,
-    "reduce_scatter": _same_shapes,
+    **dict.fromkeys(
+        ("reduce_scatter", "all_reduce", "broadcast", "reduce", "scan", "shift"), _same_shapes
+    ),
     "scatter": _own_amounts,
 }
 

@@ -20,7 +20,7 @@ from allgrad.collectives._inputs import (
     take_leaves,
 )
 from allgrad.collectives._pair_cache import hashable, recall
-from allgrad.collectives._size_exchange import compare_shapes, held_pieces
+from allgrad.collectives._size_exchange import await_others, compare_shapes, held_pieces
 from allgrad.collectives._sizes import partition_for
 from allgrad.collectives.all_to_all import exchange_pair
 
@@ -181,7 +181,9 @@ def reduce_scatter(
         return leaves, partition_for(call, leaves, dims, sizes), found
 
     leaves, partition, found = check_for_all(call, "reduce_scatter", x, check, exchanged=compared)
-    if compared and not has_only_shapes(leaves):
+    if not compared:
+        await_others(call, leaves)
+    elif not has_only_shapes(leaves):
         compare_shapes(call, "reduce_scatter", leaves, partition.dims)
     call = named(call, leaves)
     if any(not reduction.linear for reduction in found):

@@ -22,6 +22,7 @@ from allgrad.collectives._inputs import (
     take_reduced,
 )
 from allgrad.collectives._pair_cache import recall
+from allgrad.collectives._size_exchange import await_others
 from allgrad.collectives.all_gather import gather_pair, reduce_pieces, same_pair
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def _checked_all_reduce(  # noqa: PLR0917
     call = wire.resolve("all_reduce", group, lambda: describe(x, op=op, grad=grad))
     stop = check_grad(call, grad, same=True)
     leaves, found = take_reduced(call, x, op)
+    await_others(call, leaves)
     call = named(call, leaves)
     if any(not reduction.linear for reduction in found):
         return leaves.call_each(

@@ -19,7 +19,7 @@ from allgrad.collectives._inputs import (
     take_leaves,
 )
 from allgrad.collectives._pair_cache import hashable, recall
-from allgrad.collectives._size_exchange import arriving_sizes
+from allgrad.collectives._size_exchange import arriving_sizes, await_others
 from allgrad.collectives._sizes import given_sizes, partition_for, reusable
 from allgrad.errors import SizesError
 
@@ -161,6 +161,8 @@ def _checked_all_to_all(  # noqa: PLR0917
 
     find_out = recv_sizes is None and call.size > 1
     leaves, send, received = check_for_all(call, "all_to_all", x, check, exchanged=find_out)
+    if not find_out:
+        await_others(call, leaves)
     if received is None:
         received = Partition(send.dims, arriving_sizes(call, leaves, send))
     receive = received

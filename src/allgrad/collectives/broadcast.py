@@ -23,6 +23,7 @@ from allgrad.collectives._inputs import (
     take_reduced,
 )
 from allgrad.collectives._pair_cache import recall
+from allgrad.collectives._size_exchange import await_others
 from allgrad.collectives.gather import gather_pair
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def broadcast(
     leaves = check_for_all(
         call, "broadcast", x, lambda: take_leaves("broadcast", x), exchanged=False
     )
+    await_others(call, leaves)
     pair = (_same_pair if grad == "same" else _sum_pair)(named(call, leaves), root)
     return leaves.run(lambda _: pair, stop=stop, async_op=async_op, key=key)
 
@@ -149,6 +151,7 @@ def reduce(
     stop = check_grad(call, grad)
     root = check_rank("reduce", call, "dst", dst)
     leaves, found = take_reduced(call, x, op)
+    await_others(call, leaves)
     call = named(call, leaves)
     if any(not reduction.linear for reduction in found):
         return leaves.call_each(

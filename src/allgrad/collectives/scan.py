@@ -15,6 +15,7 @@ from allgrad._wire.calls import of_stacked
 from allgrad._wire.consistency import refuse
 from allgrad._wire.situation import FLAT_PIECE
 from allgrad.collectives._inputs import check_bool, check_grad, describe, named, take_reduced
+from allgrad.collectives._size_exchange import await_others
 from allgrad.collectives.all_gather import gather_pair
 from allgrad.errors import ReductionError
 
@@ -83,6 +84,7 @@ def scan(
     stop = check_grad(call, grad)
     check_bool(call, "exclusive", exclusive)
     leaves, found = take_reduced(call, x, op)
+    await_others(call, leaves)
     call = named(call, leaves)
     if exclusive and any(reduction.empty is None for reduction in found):
         problem = (
