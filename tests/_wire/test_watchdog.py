@@ -32,6 +32,15 @@ CALLS = {
     "reduce": lambda odd: ag.reduce(torch.ones(3 + odd), dst=2),
     "broadcast": lambda odd: ag.broadcast(torch.ones(4 - odd), src=2),
     "reduce_scatter": lambda odd: ag.reduce_scatter(torch.ones(6 * (1 + odd)), sizes="equal"),
+    # Of these the odd rank sends nothing: it waits in its next call.
+    "empty, all_reduce": lambda odd: ag.all_reduce(torch.ones(0 if odd else 3)),
+    "empty, reduce": lambda odd: ag.reduce(torch.ones(0 if odd else 3), dst=2),
+    "empty, broadcast": lambda odd: ag.broadcast(torch.ones(0 if odd else 3), src=2),
+    "empty, all_gather": lambda odd: ag.all_gather(torch.ones(0 if odd else 3), sizes="equal"),
+    "empty, reduce_scatter": lambda odd: ag.reduce_scatter(
+        torch.ones(0 if odd else 3), sizes="equal"
+    ),
+    "empty, all_to_all": lambda odd: ag.all_to_all(torch.ones(0 if odd else 3), send_sizes="equal"),
     "keys": lambda odd: ag.broadcast({"ab"[odd]: torch.ones(3), "c": [torch.ones(2)]}, src=2),
 }
 # Of two ranks, each of which trusts its own sizes.

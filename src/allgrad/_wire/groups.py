@@ -63,7 +63,8 @@ class Group:
 
     __slots__ = (
         *("__weakref__", "_device_types", "_name", "_ref"),
-        *("backends", "calls", "disagreements", "doing", "exchanged", "exchanges", "failed"),
+        *("backends", "calls", "disagreements", "doing", "empty_calls"),
+        *("exchanged", "exchanges", "failed"),
         *("last_exchange", "order", "orders", "queue", "rank", "registered"),
         *("since", "size", "successors", "thread", "topology", "waiting"),
     )
@@ -82,6 +83,8 @@ class Group:
         self.calls = 0  # on the wire, so far,
         self.doing = "", -1  # the last of them, and its src or dst
         self.exchanges = 0  # how many of them were pairwise all_to_alls
+        # Calls in which this rank had nothing to send, and what it brought to them.
+        self.empty_calls: deque[tuple[int, str]] = deque(maxlen=4)
         self.exchanged: deque[tuple[Any, ...]] = deque(maxlen=4)  # those with counts (wait_spec)
         self.last_exchange: Hashable = None  # of equal blocks,
         self.successors: dict[Hashable, Hashable] = {}  # and which one came after which (repeated)

@@ -6,9 +6,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from allgrad._core.torch_internals import functorch_active
-from allgrad._wire import deadline, diagnosis, ended_ranks, watchdog
+from allgrad._wire import deadline, diagnosis, ended_ranks, wait_spec, watchdog
 from allgrad._wire.codec import DTYPES
 from allgrad._wire.wait_spec import nest_code
 from allgrad.errors import RankRaised
@@ -16,8 +17,6 @@ from allgrad.errors import RankRaised
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import TypeAlias
-
-    from torch import Tensor
 
     from allgrad._wire.calls import Call
     from allgrad._wire.wait_spec import Alike
@@ -159,6 +158,8 @@ def exchange(
 def wait(call: Call, alike: Alike | None, works: Sequence[Any]) -> None:
     """Wait for what was started; ``alike`` fits what the other ranks bring, if all is well."""
     began, group = time.monotonic(), call.group
+    if not works:
+        _remember_empty(call, alike)
     try:
         if deadline.STATE.no_deadline:
             group.waiting = call, alike, began
@@ -181,6 +182,15 @@ def wait(call: Call, alike: Alike | None, works: Sequence[Any]) -> None:
         raise diagnosis.explain(call, error, waited, deadline.seconds_allowed(), alike) from error
     finally:
         group.waiting = None
+
+
+def _remember_empty(call: Call, alike: Alike | None) -> None:
+    """Keep what this rank brought to a call in which it sends nothing: others may wait in it for ever."""
+    if alike is None or (alike if isinstance(alike, Tensor) else alike[0]).numel():
+        return
+    calls = call.group.empty_calls
+    if not calls or calls[-1][0] != call.group.calls:
+        calls.append((call.group.calls, wait_spec.describe(call, alike)))
 
 
 def _tag(x: Tensor, call: tuple[object, ...]) -> int:

@@ -143,10 +143,13 @@ def _end(call: Call, error: AllgradError) -> None:
 
 
 def _exchanged(call: Call) -> str:
-    """The last exchanges of counts that this rank made: others may still wait in one of them."""
-    return "\n".join(
+    """The last exchanges of counts that this rank made, and calls in which it sent nothing: others may
+    still wait in one of them.
+    """
+    exchanged = [
         f"{number} {wait_spec.describe_exchange(*about)}" for number, *about in call.group.exchanged
-    )
+    ]
+    return "\n".join([*exchanged, *(f"{n} {text}" for n, text in call.group.empty_calls)])
 
 
 def _numbered(text: str) -> tuple[int, str]:
