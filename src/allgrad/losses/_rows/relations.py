@@ -196,13 +196,17 @@ class _Tiles:
         if needs_weights:
             return None
         x, y = row.features, column.features
-        similarity = similarities(x, y, self.dtype)
-        scores = similarity * scale if bias is None else torch.addcmul(bias, similarity, scale)
+        # A margin compares similarities, of which equal ones must be equal.
+        dtype = self.dtype if row.limit is None else x.dtype
+        similarity = similarities(x, y, dtype)
+        scores = similarity.mul_(scale) if row.limit is None else similarity * scale
+        if bias is not None:
+            scores.add_(bias)
 
         def pull(by_scores: Tensor) -> list[Tensor | None]:
             found: list[Tensor | None] = [None] * len(needed)
             given = x if needs_y else None, y if needs_x or needs_scale else None
-            by_x, by_y = weighted_features(by_scores, *given, self.dtype)
+            by_x, by_y = weighted_features(by_scores, *given, dtype)
             if by_x is not None and needs_scale:
                 found[_FIRST_NUMBER] = torch.dot(by_x.view(-1), x.reshape(-1))
             if by_x is not None and needs_x:

@@ -111,8 +111,8 @@ def row_losses(
 
     ``make_tile(rows, columns, *shared)`` gives the scores of a row chunk and a column chunk;
     ``pulled_tile(needed, rows, columns, *shared)`` gives them with the gradients by the tensors of rows and
-    columns and by ``shared``, or None where autograd must find these; without it, autograd does. There is at least one chunk of each, which may be empty, so
-    that a rank without rows takes part in backward too.
+    columns and by ``shared``, or None where autograd must find these; without it, autograd does. There is at
+    least one chunk of each, which may be empty, so that a rank without rows takes part in backward too.
     """
     tiles = _Tiles(kind, make_tile, pulled_tile, shared, _length(rows) * _length(columns))
     of_rows = tiles.losses if len(columns) == 1 else tiles.merged_losses
