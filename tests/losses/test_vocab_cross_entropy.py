@@ -201,6 +201,43 @@ def test_forward_mode_runs_without_autocast():
     assert torch.equal(cast[1], change)
 
 
+def test_backward_of_one_rank_runs_without_autocast():
+    hidden, weight, bias, targets = (x.float() if x.is_floating_point() else x for x in tensors(9))
+    found = []
+    for is_cast in (False, True):
+        own = [leaf(x) for x in (hidden, weight, bias)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            cross_entropy(*own[:2], targets, bias=own[2]).backward()
+        found.append([x.grad for x in own])
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.ranks(1, 2)
+def test_targets_may_change_after_forward(rank, world):
+    hidden, weight, _, targets = tensors(4)
+    found = []
+    for is_changed in (False, True):
+        own, given = leaf(weight.chunk(world)[rank]), targets.clone()
+        loss = cross_entropy(leaf(hidden), own, given)
+        if is_changed:
+            given.zero_()
+        found.append(torch.autograd.grad(loss, own)[0])
+    assert torch.equal(*found)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("ignored", [True, 2**63, 1 << 40])
+def test_any_whole_number_may_be_ignored(rank, world, ignored):
+    hidden, weight, _, targets = tensors(4)
+    targets = targets.clamp(min=0)
+    want = hidden @ weight.T
+    kept = targets != ignored
+    want = torch.nn.functional.cross_entropy(want[kept], targets[kept])
+    got = cross_entropy(hidden, weight.chunk(world)[rank], targets, ignore_index=ignored)
+    torch.testing.assert_close(got, want)
+
+
 def test_no_matrix_of_logits_is_kept():
     hidden, weight = leaf(random((512, 8), 1)), leaf(random((512, 8), 2))
     targets = torch.arange(512)

@@ -31,7 +31,6 @@ from allgrad.losses._arguments.feature_checks import options_text, require_dense
 from allgrad.losses._arguments.mistakes_with_sums import gather_with_mistakes, sums_of_a_mistake
 from allgrad.losses._arguments.rank_args import FLOATING
 from allgrad.losses._arguments.same_numbers import require_alike
-from allgrad.losses._computed_on import computed_on
 from allgrad.losses._graphs.in_graphs import in_graphs
 from allgrad.losses._rows.vocabulary import is_one_formula, of_all_words, sums_of_own_words
 from allgrad.losses._tiles.exponentials import logsumexp
@@ -157,12 +156,11 @@ def cross_entropy(
         )
 
     flat = targets.reshape(-1).long()  # ignore_index may be beyond 32 bits
+    counted = flat != ignore_index
     if len(words) == 1 and is_one_formula(hidden, weight, bias):
         rows = hidden.reshape(targets.numel(), hidden.shape[-1])
-        options = ignore_index, label_smoothing, reduction
-        alone: Tensor = computed_on(hidden.device, of_all_words, rows, weight, bias, flat, *options)
+        alone = of_all_words(rows, weight, bias, flat, counted, label_smoothing, reduction)
         return alone.reshape(targets.shape) if reduction == "none" else alone
-    counted = flat != ignore_index
     own = _Words(sum(words[:rank]), words[rank], sum(words)).indices(flat, counted)
     rows = share(hidden, group=group).reshape(targets.numel(), hidden.shape[-1])
     parts = sums_of_own_words(rows, weight, bias, own, smoothed=label_smoothing > 0)

@@ -49,6 +49,25 @@ def test_nothing_is_kept_after_backward(rank, name):
     assert loss.requires_grad
 
 
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.ranks(1, 3)
+def test_inputs_that_hooks_copy_may_change(rank, name):
+    """Such as those of save_on_cpu, whose gradients are as without hooks."""
+    queue = KeyQueue(10, 8, ids=True, dtype=torch.float64)
+    queue.push(random((4, 8), 9 + rank), IDS[:4])
+    found = []
+    for changed in (None, 0, 1):
+        own = leaf(random((6, 8), rank)), leaf(random((6, 8), 5 + rank))
+        given = [2 * x for x in own]
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+            loss = LOSSES[name](*given, queue)
+        if changed is not None:
+            given[changed].detach().mul_(1.7)
+        found.append(torch.autograd.grad(loss, own))
+    for got in found[1:]:
+        torch.testing.assert_close(got, found[0], rtol=1e-12, atol=1e-14)
+
+
 FORMULAS = {
     "supcon": (
         lambda q, k, ids: supcon_loss(q, k, 2.0, ids, ids),
@@ -66,15 +85,18 @@ FORMULAS = {
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("inputs_only", [False, True])
 @pytest.mark.parametrize("name", FORMULAS)
-def test_second_derivatives_where_one_rank_has_frozen_keys(rank, world, name):
+def test_second_derivatives_where_one_rank_has_frozen_keys(rank, world, name, inputs_only):
     """That rank takes part in the messages of the others' second derivatives."""
     loss, formula = FORMULAS[name]
     queries, keys = random((2 * world, 3), 1), random((2 * world, 3), 2)
     ids, own = torch.arange(2 * world) % 3, slice(2 * rank, 2 * rank + 2)
     mine = [leaf(queries[own]), keys[own].clone().requires_grad_(rank != 0)]
-    first = grads(loss(*mine, ids[own]), [x for x in mine if x.requires_grad])
-    (world * sum((g / world).square().sum() for g in first)).backward()
+    moved = [x for x in mine if x.requires_grad]
+    first = grads(loss(*mine, ids[own]), moved)
+    penalty = world * sum((g / world).square().sum() for g in first)
+    penalty.backward(inputs=moved if inputs_only else None)
 
     whole = [leaf(queries), leaf(keys)]
     by_queries, by_keys = grads(formula(*whole, ids), whole)

@@ -62,6 +62,16 @@ def test_large_scores_keep_the_digits_of_several_positives():
     torch.testing.assert_close(found[0].double()[several], found[1][several], rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_a_sum_of_weights_that_is_infinite_is_not_hidden(kind):
+    """A loss without its positives would look like one."""
+    scores, mask = torch.zeros(2, 3), torch.tensor([[True, True, False], [False, False, True]])
+    weights = torch.tensor([3e38, 3e38, 1.0])
+    both, by_scores = losses_and_derivatives(kind, ScoreTile(scores, mask, ~mask, weights))
+    assert both[0].isnan().tolist() == [True, False]
+    assert by_scores[1].isfinite().all()
+
+
 def test_what_is_left_to_autograd():
     given = tile("softmax", torch.float64)
     assert has_one_pass(given)

@@ -366,3 +366,11 @@ def test_whole_rows_hide_no_score_that_is_not_a_number(kind):
         both, by_scores = fused_rows.losses_of_rows(kind, scores, *given[1:])
         assert both[0].isnan().nonzero().tolist() == [[row]]
         assert by_scores[row].isnan().any()
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_whole_rows_hide_no_sum_of_weights_that_is_infinite(kind):
+    mask = torch.tensor([[True, True, False], [False, False, True]])
+    weights = torch.tensor([3e38, 3e38, 1.0])
+    both, _ = fused_rows.losses_of_rows(kind, torch.zeros(2, 3), mask, ~mask, weights)
+    assert both[0].isnan().tolist() == [True, False]

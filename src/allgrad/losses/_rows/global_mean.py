@@ -30,7 +30,7 @@ from allgrad.errors import ModeError
 from allgrad.losses._computed_on import computed_on
 from allgrad.losses._pairs.key_blocks import KeyLayout, reduce_sums
 from allgrad.losses._pairs.modes import refuse_batches
-from allgrad.losses._rows.recompute import inner_graph
+from allgrad.losses._rows.recompute import Unchanged, inner_graph
 from allgrad.losses._tiles.accumulators import accumulator_dtype
 
 if TYPE_CHECKING:
@@ -89,6 +89,14 @@ class GlobalMean:
             (mean,) = call_order.gate((mean,))
         return mean
 
+    def with_graph(
+        self, received: Tensor, own: Sequence[Tensor], constants: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The sums of this rank, and what their graph begins with."""
+        inputs = [x.detach().requires_grad_() for x in (received, *own)]
+        with inner_graph():
+            return self.sums(self.packing.unpack(inputs[0]), constants, *inputs[1:]), inputs
+
     def step_by_step(
         self, message: Tensor, own: Sequence[Tensor], constants: Sequence[Tensor]
     ) -> Tensor:
@@ -130,12 +138,11 @@ class _Mean(torch.autograd.Function):
         received = all_gather(sent, sizes=how.packing.sizes, group=how.group, grad="none")
         how.packing.confirm(received)
         call_order.register(ctx, ctx.call, message)
-        inputs = [x.detach().requires_grad_() for x in (received, *own)]
-        with inner_graph():
-            sums = how.sums(how.packing.unpack(inputs[0]), constants, *inputs[1:])
+        sums, inputs = how.with_graph(received, own, constants)
         total, weight = all_reduce(sums.detach(), group=how.group, grad="none")
         mean: Tensor = total / weight
-        ctx.kept = sums, inputs, torch.stack([1 / weight, -mean / weight])
+        factors = torch.stack([1 / weight, -mean / weight])
+        ctx.kept = sums, inputs, factors, Unchanged(inputs)
         ctx.save_for_backward(message, *tensors)
         checkpoints.mark(ctx)
         return mean
@@ -156,7 +163,12 @@ class _Mean(torch.autograd.Function):
         if torch.is_grad_enabled() or kept is None:  # create_graph=True, or a graph kept for more
             found = computed_on(by_mean.device, _in_steps, ctx.how, own, constants, needed, by_mean)
             return None, anchor_gradient(ctx), None, *found, *none
-        sums, inputs, factors = kept
+        sums, inputs, factors, is_unchanged = kept
+        if not is_unchanged:
+            received = inputs[0].detach()
+            sums, inputs = computed_on(
+                by_mean.device, ctx.how.with_graph, received, own[1:], constants
+            )
         given = ctx.how, sums, inputs, factors, needed, by_mean
         by_message, *others = computed_on(by_mean.device, _in_one_message, *given)
         by_message = by_message[: len(own[0])]  # without the row of the agreement
@@ -222,6 +234,10 @@ def _in_steps(
     graph = torch.is_grad_enabled()
     with torch.enable_grad():
         inputs = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in saved]
+        if graph and any(needed) and not needed[0]:
+            # The messages of these gradients are in the second derivative of the other ranks, also where
+            # this one is asked for some inputs only: all steps must lead to them.
+            inputs[0] = _Linked.apply(saved[0].detach(), inputs[needed.index(True)])  # type: ignore[no-untyped-call]
         mean = how.step_by_step(inputs[0], inputs[1:], constants)
         found = torch.autograd.grad(
             mean, inputs, by_mean, create_graph=graph, materialize_grads=True

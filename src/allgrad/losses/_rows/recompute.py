@@ -18,6 +18,7 @@ from allgrad._core.torch_internals import (
     is_batched_gradient,
     never_traced,
     transform_names,
+    version_of,
 )
 from allgrad.errors import ModeError
 from allgrad.losses._computed_on import computed_on
@@ -25,7 +26,15 @@ from allgrad.losses._computed_on import computed_on
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["KEPT_SCORES", "Pulled", "inner_graph", "keeps", "pulled_by_graph", "recomputed"]
+__all__ = [
+    "KEPT_SCORES",
+    "Pulled",
+    "Unchanged",
+    "inner_graph",
+    "keeps",
+    "pulled_by_graph",
+    "recomputed",
+]
 
 # With some ten tensors of that many numbers, in float32, less than 100 MiB.
 KEPT_SCORES = 1 << 21
@@ -38,6 +47,14 @@ class Pulled(NamedTuple):
 
     result: Tensor
     pull: Callable[[Tensor], Sequence[Tensor | None]]
+
+    @staticmethod
+    def by_graph(
+        function: Callable[..., Tensor], inputs: Sequence[Tensor | None], needed: Sequence[bool]
+    ) -> Pulled:
+        """By autograd."""
+        result, pull = pulled_by_graph(function, inputs, needed)
+        return Pulled(result.detach(), pull)
 
 
 Once: TypeAlias = "Callable[..., Pulled | None]"
@@ -112,28 +129,45 @@ class _Eager(torch.autograd.Function):
     ) -> Tensor:
         ctx.functions, needed = (function, once), ctx.needs_input_grad[3:]
         ctx.save_for_backward(*inputs)
-        found = None
+        found, ctx.kept = None, None
         if once is not None or is_kept:
-            found = computed_on(_device(inputs), _pulled, function, once, inputs, needed, is_kept)
-        # Not the result: what holds its own graph would never be freed (test_a_graph_that_is_dropped_is_freed).
-        ctx.kept = found.pull if is_kept and found is not None else None
+            given = [None if x is None else x.detach() for x in inputs]
+            found = computed_on(_device(inputs), _pulled, function, once, given, needed, is_kept)
         if found is None:
             return computed_on(_device(inputs), function, *inputs)  # type: ignore[no-any-return]
+        if is_kept:
+            # Not the result: what holds its own graph would never be freed (test_a_graph_that_is_dropped_is_freed).
+            ctx.kept = found.pull, Unchanged(given)
         return found.result  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, by_result: Tensor) -> tuple[Tensor | None, ...]:
         (function, once), inputs = ctx.functions, ctx.saved_tensors
         needed = ctx.needs_input_grad[3:]
-        pull, ctx.kept = ctx.kept, None
+        kept, ctx.kept = ctx.kept, None
         if torch.is_grad_enabled() or functorch_active() or is_batched_gradient(by_result):
             found = _pulled_back(lambda *xs: (function(*xs),), inputs, needed, [by_result])
             return None, None, None, *found
         device = by_result.device
-        if pull is None:
-            again: Pulled = computed_on(device, _pulled, function, once, inputs, needed, True)
-            pull = again.pull
+        if kept is not None and kept[1]:
+            pull = kept[0]
+        else:
+            pull = computed_on(device, _pulled, function, once, inputs, needed, True).pull
         return None, None, None, *computed_on(device, pull, by_result)
+
+
+class Unchanged:
+    """True as long as nobody changes these tensors in place; detached ones count the changes of the others.
+
+    Autograd notices changes of what it saves, but not where hooks save copies: these are as they were, and what was
+    made of the tensors and kept is not (test_inputs_that_hooks_copy_may_change).
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        self._versions = [(x, version_of(x)) for x in tensors if x is not None]
+
+    def __bool__(self) -> bool:
+        return all(version_of(x) == version for x, version in self._versions)
 
 
 def _pulled(
@@ -145,12 +179,10 @@ def _pulled(
 ) -> Pulled | None:
     """The result and its gradients, by ``once`` or by autograd; None without either."""
     with torch.no_grad():
-        given = [None if x is None else x.detach() for x in inputs]
-        found = None if once is None else once(needed, *given)
+        found = None if once is None else once(needed, *inputs)
     if found is not None or not has_graph:
         return found
-    result, pull = pulled_by_graph(function, inputs, needed)
-    return Pulled(result.detach(), pull)
+    return Pulled.by_graph(function, inputs, needed)
 
 
 def pulled_by_graph(

@@ -199,7 +199,8 @@ class _Tiles:
         # A margin compares similarities, of which equal ones must be equal.
         dtype = self.dtype if row.limit is None else x.dtype
         similarity = similarities(x, y, dtype)
-        scores = similarity.mul_(scale) if row.limit is None else similarity * scale
+        # Selective checkpointing may save a product, which must not change in place then (whole_pass).
+        scores = similarity * scale
         if bias is not None:
             scores.add_(bias)
 

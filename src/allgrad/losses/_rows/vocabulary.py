@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["is_one_formula", "of_all_words", "sums_of_own_words"]
 
 CHUNK_BYTES = 64 << 20  # of the logits that exist at a time
+_IGNORED = -100
 
 
 def is_one_formula(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -49,15 +50,34 @@ def of_all_words(  # noqa: PLR0917
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    ignore_index: int,
+    counted: Tensor,
     label_smoothing: float,
     reduction: str,
 ) -> Tensor:
     """Torch's cross entropy of all words' logits, in the accumulators' dtype."""
+    # A copy: what the caller changes then is his own.
+    targets = torch.where(counted, targets, _IGNORED)
+    function = partial(_of_all_words, label_smoothing, reduction)
+    given = rows, weight, bias, targets
+
+    def once(needed: Sequence[bool], *inputs: Tensor | None) -> Pulled:
+        return Pulled.by_graph(function, inputs, needed)
+
+    return recomputed(function, *given, scores=len(rows) * len(weight), once=once)
+
+
+def _of_all_words(  # noqa: PLR0917
+    label_smoothing: float,
+    reduction: str,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+) -> Tensor:
     return cross_entropy(
         _logits(rows, weight, bias),
         targets,
-        ignore_index=ignore_index,
+        ignore_index=_IGNORED,
         label_smoothing=label_smoothing,
         reduction=reduction,
     )

@@ -105,4 +105,5 @@ def _weight_and_part(tile: ScoreTile, positive: Tensor) -> tuple[Tensor, Tensor]
     """The sum of the weights of each row's positives, and the part of it that each has, for ``positive``."""
     each = positive if tile.weights is None else positive.mul_(tile.weights)
     weight = each.sum(1, keepdim=True)
-    return weight, each.div_(torch.where(weight > 0, weight, torch.inf))
+    # Of a sum that is infinite, NaN: its parts would be zeros.
+    return weight, each.div_(torch.where(weight > 0, weight + (weight - weight), torch.inf))

@@ -47,6 +47,7 @@ def row_losses(
             part *= tl.load(weights + offs, mask=inside, other=0.0)
         weight = tl.sum(part, 0)
         has_positive = weight > 0
+        weight += weight - weight  # NaN where it is infinite: the parts would be zeros
         # Rounded as in torch: of a single positive it is exactly one.
         part = tl.where(has_positive, tl.div_rn(part, tl.where(has_positive, weight, 1.0)), 0.0)
     if IS_SIGMOID:
