@@ -39,8 +39,8 @@ def mark(ctx: Any) -> None:
 
 def come_to(ctx: Any) -> None:
     """In backward, before anything is sent."""
-    for node in ctx.marks:
-        _ = node.saved_tensors
+    for mark in ctx.marks:
+        _ = mark.grad_fn.saved_tensors
 
 
 def is_recomputing() -> bool:
@@ -60,7 +60,7 @@ class _Mark(torch.autograd.Function):
         return gradient
 
 
-def _marks() -> tuple[Any, ...]:
+def _marks() -> tuple[Tensor, ...]:
     if functorch_active():  # there is no checkpoint inside of torch.func
         return ()
     popped, marks = [], []
@@ -69,7 +69,8 @@ def _marks() -> tuple[Any, ...]:
             # Not where others look at what is saved: they may do anything with it.
             if getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
                 with torch.enable_grad():
-                    marks.append(_Mark.apply(_ANCHOR).grad_fn)  # type: ignore[no-untyped-call]
+                    # Not the node alone: in torch 2.11 it loses what it saves together with the tensor.
+                    marks.append(_Mark.apply(_ANCHOR))  # type: ignore[no-untyped-call]
             popped.append(hooks)
             pop_saved_tensor_hooks()
     finally:
