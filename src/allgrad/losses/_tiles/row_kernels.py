@@ -51,10 +51,12 @@ def row_losses(
         # Rounded as in torch: of a single positive it is exactly one.
         part = tl.where(has_positive, tl.div_rn(part, tl.where(has_positive, weight, 1.0)), 0.0)
     if IS_SIGMOID:
-        scaled = score * LOG2E
-        of_scores = tl.where(other, softplus2(scaled), 0.0) + part * softplus2(-scaled)
-        loss = tl.sum(of_scores, 0) * LN2
-        derivative = tl.where(other, sigmoid2(scaled), 0.0) - part * sigmoid2(-scaled)
+        # No score is both a positive and a negative.
+        score = tl.where(chosen, -score, score) * LOG2E
+        part = tl.where(other, 1.0, part)
+        loss = tl.sum(part * softplus2(score), 0) * LN2
+        derivative = part * sigmoid2(score)
+        derivative = tl.where(chosen, -derivative, derivative)
     else:
         # Without negatives the logsumexp of these is -inf, and so is the difference.
         of_negatives, top, log_total = _shares(score, other)
