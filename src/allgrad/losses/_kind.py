@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Literal, TypeAlias
 
-__all__ = ["LossKind"]
+__all__ = ["Activation", "LossKind"]
+
+# Of losses over rows: what makes a row's loss of its scores.
+Activation: TypeAlias = Literal["pairs", "softmax", "sigmoid"]
 
 
 class LossKind(Enum):

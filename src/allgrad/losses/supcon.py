@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from allgrad.losses._arguments.agreement import Agreement
+    from allgrad.losses._kind import Activation
     from allgrad.losses._pairs.global_loss import GradReduction
-    from allgrad.losses._rows.row_losses import Activation
     from allgrad.losses.key_queue import KeyQueue
     from allgrad.types import GroupLike
 

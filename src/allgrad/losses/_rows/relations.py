@@ -17,7 +17,8 @@ from allgrad.losses._tiles.narrow_products import similarities, weighted_feature
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from allgrad.losses._rows.row_losses import Activation, PulledTile
+    from allgrad.losses._kind import Activation
+    from allgrad.losses._rows.row_losses import PulledTile
 
 __all__ = ["Keys", "Queries", "Relation", "score_rows", "taken_apart"]
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,8 +33,9 @@ from allgrad.losses._tiles.exponentials import logsumexp
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from allgrad.losses._kind import Activation
+
 __all__ = [
-    "Activation",
     "Chunk",
     "PulledTile",
     "parts_of",
@@ -42,7 +43,6 @@ __all__ = [
     "weighted_sums",
 ]
 
-Activation: TypeAlias = Literal["pairs", "softmax", "sigmoid"]
 PulledTile: TypeAlias = "tuple[ScoreTile, Callable[[Tensor], Sequence[Tensor | None]]]"
 T = TypeVar("T")
 R = TypeVar("R")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from allgrad.losses._rows.row_losses import Activation
+    from allgrad.losses._kind import Activation
 
 __all__ = ["has_one_pass", "losses_and_derivatives"]
 

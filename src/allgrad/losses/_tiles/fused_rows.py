@@ -16,7 +16,7 @@ from allgrad.losses._tiles.launches import launch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from allgrad.losses._rows.row_losses import Activation
+    from allgrad.losses._kind import Activation
 
 __all__ = ["losses_of_rows"]
 
